@@ -1,0 +1,58 @@
+# Every target sets up .venv once (again when pyproject.toml or constraints.txt change) and then does what its name says.
+#
+#   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
+#   make test           all tests                                                     (ARGS="-k gemm -x")
+#   make lint           ruff and mypy
+#   make gate-quality   the measurements behind the gate's claims; takes long
+#   make clean          remove .venv, caches and built kernels
+
+PYTHON ?= python3
+PLATFORM ?= auto
+METHODS ?= expert
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+
+.PHONY: help venv test lint main-tier gate-quality clean check-python check-compiler
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(STAMP)
+
+check-python:
+	@command -v $(PYTHON) >/dev/null || { echo "make: $(PYTHON) is not installed; install Python 3.11 or newer, or call make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1); Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "make: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+
+check-compiler:
+	@command -v $${CXX:-g++} >/dev/null || command -v clang++ >/dev/null || { echo "make: no C++ compiler found; on Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt | check-python check-compiler
+	@echo "make: setting up $(VENV) (once; downloads PyTorch)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cpu,xdist,benchmark]" --group dev
+	@rm -f $(VENV)/.stamp-*
+	@touch $@
+
+test: $(STAMP) | check-compiler
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+main-tier: $(STAMP) | check-compiler
+	$(BIN)/python -m pytest suites/main_tier --platform $(PLATFORM) $(addprefix --klineage-method=,$(METHODS)) $(ARGS)
+
+gate-quality: $(STAMP) | check-compiler
+	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)
+
+clean:
+	rm -rf $(VENV) .klineage .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

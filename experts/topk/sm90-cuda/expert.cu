@@ -1,0 +1,276 @@
+// Exact top-k of every row of an fp32 matrix, for NVIDIA Hopper (sm_90a): values fp32, indices int64, any order inside a row.
+#include <cuda_runtime.h>
+
+#include "klineage.h"
+
+#ifndef TOPK_THREADS
+#define TOPK_THREADS 1024
+#endif
+#ifndef TOPK_BITS
+#define TOPK_BITS 12
+#endif
+#ifndef TOPK_RANK_MAX
+#define TOPK_RANK_MAX 512
+#endif
+#ifndef TOPK_PDL
+#define TOPK_PDL 0
+#endif
+
+namespace {
+
+constexpr int kBits = TOPK_BITS;             // bits of one radix digit
+constexpr int kBins = 1 << kBits;
+constexpr int kRankMax = TOPK_RANK_MAX;      // candidates that are ranked by comparison instead of another digit
+constexpr unsigned kFull = 0xffffffffu;
+
+// Order-reversing bijection from floats to unsigned integers: a larger float has a smaller code.
+__device__ __forceinline__ unsigned encode(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return bits ^ (~static_cast<unsigned>(static_cast<int>(bits) >> 31) & 0x7fffffffu);
+}
+__device__ __forceinline__ float decode(unsigned code) {
+    return __uint_as_float(code ^ (~static_cast<unsigned>(static_cast<int>(code) >> 31) & 0x7fffffffu));
+}
+
+__device__ __forceinline__ int warp_inclusive_scan(int value, int lane) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(kFull, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+struct Threshold {
+    int bin;    // the digit that holds the k-th smallest code
+    int below;  // codes with a smaller digit
+    int count;  // codes with this digit
+};
+
+struct Shared {
+    int histogram[kBins];
+    int warp_sum[32];
+    unsigned cursors;  // winners in the low half, candidates in the high half
+    unsigned candidate_key[kRankMax];  // the undecided bits of the code, then the place in this list: all different
+    int candidate_index[kRankMax];
+};
+
+// Every warp finds the bin in which the running count reaches `need`; the caller has synchronized after counting.
+template <int kThreads>
+__device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int warp, int lane) {
+    constexpr int kWarps = kThreads / 32;
+    constexpr int kBinsPerWarp = kBins / kWarps, kBinsPerLane = kBinsPerWarp / 32;
+    static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the lanes");
+    const int *mine = s.histogram + warp * kBinsPerWarp + lane * kBinsPerLane;
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsPerLane; ++i) sum += mine[i];
+    sum = __reduce_add_sync(kFull, sum);
+    if (lane == 0) s.warp_sum[warp] = sum;
+    __syncthreads();
+
+    const int total = lane < kWarps ? s.warp_sum[lane] : 0;
+    const int running = warp_inclusive_scan(total, lane);
+    const int slice = __ffs(__ballot_sync(kFull, running >= need)) - 1;
+    const int before_slice = __shfl_sync(kFull, running - total, slice);
+
+    int bins[kBinsPerLane];
+    const int *theirs = s.histogram + slice * kBinsPerWarp + lane * kBinsPerLane;
+    int lane_total = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsPerLane; ++i) lane_total += (bins[i] = theirs[i]);
+    const int lane_running = before_slice + warp_inclusive_scan(lane_total, lane);
+    const int owner = __ffs(__ballot_sync(kFull, lane_running >= need)) - 1;
+
+    Threshold t{slice * kBinsPerWarp + lane * kBinsPerLane, lane_running - lane_total, bins[0]};
+#pragma unroll
+    for (int i = 1; i < kBinsPerLane; ++i)
+        if (t.below + t.count < need) {
+            t.below += t.count;
+            t.count = bins[i];
+            ++t.bin;
+        }
+    t.bin = __shfl_sync(kFull, t.bin, owner);
+    t.below = __shfl_sync(kFull, t.below, owner);
+    t.count = __shfl_sync(kFull, t.count, owner);
+    return t;
+}
+
+// One block per row. kKeys keys per thread stay in registers; kVector: they come as float4.
+template <int kThreads, int kKeys, bool kVector>
+__global__ void __launch_bounds__(kThreads) topk_kernel(const float *__restrict__ x, float *__restrict__ values,
+                                                        long long *__restrict__ indices, int columns, int k,
+                                                        long long x_stride, long long values_stride,
+                                                        long long indices_stride) {
+    __shared__ Shared s;
+#if TOPK_PDL
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    x += blockIdx.x * x_stride;
+    values += blockIdx.x * values_stride;
+    indices += blockIdx.x * indices_stride;
+
+    unsigned code[kKeys];
+    unsigned valid = 0;  // bit i: key i exists
+    const auto column_of = [&](int i) {
+        return kVector ? (i / 4 * kThreads + thread) * 4 + i % 4 : i * kThreads + thread;
+    };
+    if constexpr (kVector) {
+#pragma unroll
+        for (int i = 0; i < kKeys; i += 4) {
+            float4 v = make_float4(0, 0, 0, 0);
+            if (column_of(i) < columns) {
+                v = __ldcs(reinterpret_cast<const float4 *>(x + column_of(i)));
+                valid |= 15u << i;
+            }
+            code[i] = encode(v.x), code[i + 1] = encode(v.y), code[i + 2] = encode(v.z), code[i + 3] = encode(v.w);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i) {
+            float v = 0;
+            if (column_of(i) < columns) {
+                v = __ldcs(x + column_of(i));
+                valid |= 1u << i;
+            }
+            code[i] = encode(v);
+        }
+    }
+    if (thread == 0) s.cursors = 0;
+
+    unsigned prefix = 0;  // the digits of the k-th code found so far
+    int shift = 32, need = k;
+    Threshold t{};
+    while (true) {
+        const unsigned above = shift < 32 ? kFull << shift : 0;  // bits already fixed
+        const int digit_shift = shift > kBits ? shift - kBits : 0;
+        const unsigned digit_mask = (1u << (shift - digit_shift)) - 1;
+#pragma unroll
+        for (int i = 0; i < kBins / kThreads; ++i) s.histogram[i * kThreads + thread] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+            if ((valid >> i & 1) && (code[i] & above) == prefix)
+                atomicAdd(&s.histogram[(code[i] >> digit_shift) & digit_mask], 1);
+        __syncthreads();
+        t = find_threshold<kThreads>(s, need, warp, lane);
+        need -= t.below;
+        shift = digit_shift;
+        prefix |= static_cast<unsigned>(t.bin) << shift;
+        if (t.count == need || t.count <= kRankMax || shift == 0) break;
+        __syncthreads();  // the histogram is read above and cleared next
+    }
+
+    // Codes below the prefix win; those that share it are candidates for the last `need` places.
+    const unsigned last = prefix | ((1u << shift) - 1);
+    const bool take_all = t.count == need, rank = !take_all && shift > 0 && t.count <= kRankMax;
+    unsigned my_wins = 0, my_ties = 0;  // bit i: key i
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        if (code[i] < prefix) my_wins |= 1u << i;
+        if (code[i] <= last) my_ties |= 1u << i;
+    }
+    my_wins = valid & (take_all ? my_ties : my_wins);
+    my_ties &= valid & ~my_wins;
+    const unsigned found = __reduce_add_sync(kFull, __popc(my_wins) + (__popc(my_ties) << 16));
+    unsigned base = 0;
+    if (lane == 0 && found) base = atomicAdd(&s.cursors, found);
+    base = __shfl_sync(kFull, base, 0);
+    int win_at = base & 0xffff, tie_at = base >> 16;
+    const int winners = k - need;  // places for codes below the prefix
+    const unsigned lower_lanes = (1u << lane) - 1;
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        const bool win = my_wins >> i & 1, tie = my_ties >> i & 1;
+        const unsigned all_wins = __ballot_sync(kFull, win), all_ties = __ballot_sync(kFull, tie);
+        if (win) {
+            const int at = win_at + __popc(all_wins & lower_lanes);
+            values[at] = decode(code[i]);
+            indices[at] = column_of(i);
+        } else if (tie) {
+            const int at = tie_at + __popc(all_ties & lower_lanes);
+            if (rank) {
+                s.candidate_key[at] = code[i] << (32 - shift) | at;
+                s.candidate_index[at] = column_of(i);
+            } else if (at < need) {  // all equal: any of them will do
+                values[winners + at] = decode(code[i]);
+                indices[winners + at] = column_of(i);
+            }
+        }
+        win_at += __popc(all_wins);
+        tie_at += __popc(all_ties);
+    }
+    if (!rank) return;
+    __syncthreads();
+
+    // A warp per candidate: its rank is the number of smaller keys, and its place in the output.
+    constexpr int kHeld = 4;
+    unsigned held[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] = i * 32 + lane < t.count ? s.candidate_key[i * 32 + lane] : ~0u;
+    for (int c = warp; c < t.count; c += kThreads / 32) {
+        const unsigned key = s.candidate_key[c];
+        int before = 0;
+#pragma unroll
+        for (int i = 0; i < kHeld; ++i) before += held[i] < key;
+        for (int j = kHeld * 32 + lane; j < t.count; j += 32) before += s.candidate_key[j] < key;
+        before = __reduce_add_sync(kFull, before);
+        if (lane == 0 && before < need) {
+            values[winners + before] = decode(prefix | key >> (32 - shift));
+            indices[winners + before] = s.candidate_index[c];
+        }
+    }
+}
+
+template <int kThreads, int kKeys>
+cudaError_t launch(bool vector, int rows, int columns, int k, const klineage_tensor &x, const klineage_tensor &values,
+                   const klineage_tensor &indices, cudaStream_t stream) {
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(rows);
+    config.blockDim = dim3(kThreads);
+    config.stream = stream;
+#if TOPK_PDL
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+#endif
+    const auto kernel = vector ? topk_kernel<kThreads, kKeys, true> : topk_kernel<kThreads, kKeys, false>;
+    return cudaLaunchKernelEx(&config, kernel, static_cast<const float *>(x.data), static_cast<float *>(values.data),
+                              static_cast<long long *>(indices.data), columns, k,
+                              static_cast<long long>(x.stride[0]), static_cast<long long>(values.stride[0]),
+                              static_cast<long long>(indices.stride[0]));
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    KLINEAGE_REQUIRE(call, call->abi_version == KLINEAGE_ABI_VERSION, "top-k: unknown ABI version");
+    KLINEAGE_REQUIRE(call, call->num_inputs == 1 && call->num_outputs == 2, "top-k: needs x -> values, indices");
+    const klineage_tensor &x = call->inputs[0], &values = call->outputs[0], &indices = call->outputs[1];
+    KLINEAGE_REQUIRE(call, x.num_dims == 2 && values.num_dims == 2 && indices.num_dims == 2, "top-k: tensors are 2-D");
+    KLINEAGE_REQUIRE(call, x.dtype == KLINEAGE_FLOAT32 && values.dtype == KLINEAGE_FLOAT32 &&
+                     indices.dtype == KLINEAGE_INT64, "top-k: fp32 input and values, int64 indices");
+    const int64_t rows = x.shape[0], columns = x.shape[1], k = values.shape[1];
+    KLINEAGE_REQUIRE(call, values.shape[0] == rows && indices.shape[0] == rows && indices.shape[1] == k,
+                     "top-k: output shapes differ from the input's rows or from each other");
+    KLINEAGE_REQUIRE(call, rows >= 1 && rows <= 65535 && columns >= 1 && columns <= 16384,
+                     "top-k: supports 1 to 65535 rows of 1 to 16384 columns");
+    KLINEAGE_REQUIRE(call, k >= 1 && k <= 1024 && k <= columns, "top-k: supports k from 1 to min(1024, columns)");
+    KLINEAGE_REQUIRE(call, x.stride[1] == 1 && values.stride[1] == 1 && indices.stride[1] == 1,
+                     "top-k: the last dimension must be contiguous");
+
+    const bool vector = columns % 4 == 0 && x.stride[0] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    cudaError_t status;
+    if (columns <= 4096)
+        status = launch<TOPK_THREADS, 4096 / TOPK_THREADS>(vector, rows, columns, k, x, values, indices, stream);
+    else if (columns <= 8192)
+        status = launch<512, 16>(vector, rows, columns, k, x, values, indices, stream);
+    else
+        status = launch<512, 32>(vector, rows, columns, k, x, values, indices, stream);
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}

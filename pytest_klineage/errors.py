@@ -1,0 +1,63 @@
+"""The exception tree. Exceptions are for misuse and for faults of the harness; a bad kernel is a verdict, not an exception.
+
+    KlineageError
+    ├── UsageError              the caller named something that does not exist; the message lists what does
+    │   ├── UnknownName         an unknown platform, operator, dtype, reference, surface, policy or method
+    │   └── BadRecord           a record that does not decode, or that has another schema version
+    ├── MissingDependency       an optional package, compiler or device is absent; the message has the command that helps
+    └── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
+        ├── WorkerDied          a trusted worker process ended
+        ├── DeadlineExceeded    a trusted worker did not answer in time
+        └── StoreError          the run store cannot be written or read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KlineageError(Exception):
+    """Base of every exception that this package raises on purpose."""
+
+
+class UsageError(KlineageError):
+    """The caller asked for something that cannot be; the message says what can."""
+
+
+class UnknownName(UsageError):
+    """A name that is not registered. The message lists the valid names and the nearest one."""
+
+    def __init__(self, kind: str, name: object, valid: Iterable[str]) -> None:
+        self.kind, self.name, self.valid = kind, name, sorted(valid)
+        near = get_close_matches(str(name), self.valid, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {str(name)!r}.{hint} Valid: {', '.join(self.valid) or '(none)'}.")
+
+
+class BadRecord(UsageError):
+    """A record could not be decoded, or its schema version is not the one this version reads."""
+
+
+class MissingDependency(KlineageError):
+    """Something optional is not installed. `remedy` is the command that would fix it."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        self.what, self.remedy = what, remedy
+        super().__init__(f"{what} is missing. Install it with: {remedy}")
+
+
+class HarnessError(KlineageError):
+    """The judge's own machinery failed; no verdict about the kernel follows from it."""
+
+
+class WorkerDied(HarnessError):
+    """A trusted worker process ended while the judge still needed it."""
+
+
+class DeadlineExceeded(HarnessError):
+    """A trusted worker did not answer within its deadline."""
+
+
+class StoreError(HarnessError):
+    """The run store cannot be written or read."""

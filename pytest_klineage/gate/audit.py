@@ -1,0 +1,116 @@
+"""The static audit: what a reader notices in the source. It rejects only unambiguous tampering; the rest are notes.
+
+Pattern lists never decide alone whether something is a kernel: every project that tried collected false positives.
+What a candidate does is found out by running it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import msgspec
+
+from pytest_klineage.records import Code, KernelSource, Reason, Surface
+
+MAX_NOTES = 20
+
+
+class Audit(msgspec.Struct, frozen=True, kw_only=True):
+    """What the audit found."""
+
+    reasons: tuple[Reason, ...] = ()
+    """Tampering; any of them rejects the kernel."""
+    notes: tuple[str, ...] = ()
+    """Hints for a reader."""
+    fallback: bool = False
+    """Whether an exception handler returns something: the shape of a wrapper that hides its own kernel's failure."""
+
+
+NATIVE_TAMPERING = (
+    (r"\bptrace\s*\(", "calls ptrace"),
+    (r"\bprocess_vm_(read|write)v\s*\(", "reads another process's memory"),
+    (r'"/proc/(\d+|%d|self)/(mem|environ|maps)', "opens another process's memory or environment"),
+    (r"\.incbin\b|#\s*embed\b", "embeds a file at compile time"),
+    (r'#\s*include\s*[<"]\s*(/|\.\./)', "includes a file outside its own directory"),
+    (r"__attribute__\s*\(\(\s*(constructor|destructor)", "runs code when the library is loaded"),
+)
+NATIVE_NOTES = (
+    (r"\bdlopen\s*\(|\bdlsym\s*\(", "looks up symbols of other libraries"),
+    (r"\bstd::(thread|async|jthread)\b|\bpthread_create\b", "starts threads of its own"),
+    (r"\bgetppid\b|\bfork\s*\(|\bexecv", "deals with processes"),
+    (r"\b(cblas_|dnnl_|mkl_)\w+", "names a BLAS or DNN library"),
+)
+PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
+INSPECTION = frozenset({"_getframe", "get_objects", "get_referrers", "currentframe", "settrace", "setprofile"})
+
+
+def audit(source: KernelSource) -> Audit:
+    """Read the source. Never raises for strange code: what does not parse is the build's business."""
+    if source.surface in (Surface.CPP, Surface.CUDA):
+        return _audit_native("\n".join(file.text for file in source.files))
+    found = [_audit_python(file.text) for file in source.files if file.name.endswith(".py")]
+    return Audit(
+        reasons=tuple(reason for item in found for reason in item.reasons),
+        notes=tuple(note for item in found for note in item.notes)[:MAX_NOTES],
+        fallback=any(item.fallback for item in found),
+    )
+
+
+def _audit_native(text: str) -> Audit:
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    reasons = tuple(
+        Reason(code=Code.TAMPERING, message=f"the source {what}") for pattern, what in NATIVE_TAMPERING if re.search(pattern, code)
+    )
+    notes = tuple(f"the source {what}" for pattern, what in NATIVE_NOTES if re.search(pattern, code))
+    return Audit(reasons=reasons, notes=notes)
+
+
+def _audit_python(text: str) -> Audit:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return Audit()
+    reasons, notes, fallback = [], [], False
+    aliases = _module_aliases(tree)
+    for node in ast.walk(tree):
+        for target in _assigned_attributes(node):
+            owner = aliases.get(_root(target))
+            if owner in PATCHED_MODULES:
+                what = f"line {target.lineno}: replaces {owner}.{target.attr}"
+                reasons.append(Reason(code=Code.TAMPERING, message=what))
+        if isinstance(node, ast.Attribute) and node.attr in INSPECTION:
+            notes.append(f"line {node.lineno}: looks into the interpreter ({node.attr})")
+        if isinstance(node, ast.ExceptHandler) and any(isinstance(item, ast.Return) for item in ast.walk(node)):
+            fallback = True
+            notes.append(f"line {node.lineno}: an exception handler returns a value")
+    return Audit(reasons=tuple(reasons), notes=tuple(notes), fallback=fallback)
+
+
+def _module_aliases(tree: ast.AST) -> dict[str, str]:
+    """Local name to top-level module, for every import."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                aliases[item.asname or item.name.partition(".")[0]] = item.name.partition(".")[0]
+    return aliases
+
+
+def _assigned_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
+    """Attributes that a statement assigns to, such as torch.allclose in `torch.allclose = f`."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            for item in ast.walk(target):
+                if isinstance(item, ast.Attribute) and isinstance(item.ctx, ast.Store):
+                    yield item
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Attribute):
+        yield node.target
+
+
+def _root(node: ast.expr) -> str:
+    """The leftmost name of a dotted expression."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""

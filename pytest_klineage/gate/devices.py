@@ -1,0 +1,98 @@
+"""The machine that is measured on: what it is, which platform it offers, and the lock that lets one process time at once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pytest_klineage.records import Machine, platform_name
+
+DEFAULT_CACHE_BYTES = 32 << 20
+"""Assumed size of the last-level cache where the system does not say."""
+PEAK_FLOPS_PER_CORE = 64 * 6.0e9
+"""Fused multiply-adds of two 512-bit units at 6 GHz: no CPU core of today is faster in fp32."""
+PEAK_BYTES_PER_CORE = 1.0e12
+"""More than any core reads from its cache per second."""
+
+
+def resolve_platform(name: str) -> str:
+    """The canonical platform; "auto" takes a GPU platform when such a GPU is present, else the CPU. Raises UnknownName."""
+    if name.lower() != "auto":
+        return platform_name(name)
+    return {"9.0": "sm90", "12.0": "sm120"}.get(compute_capability(), "cpu")
+
+
+@functools.lru_cache
+def compute_capability() -> str:
+    """Compute capability of the first GPU as nvidia-smi prints it; empty without one."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
+        return out.strip().partition("\n")[0].strip()
+    return ""
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.lru_cache
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache that sysfs names for CPU 0."""
+    sizes = [DEFAULT_CACHE_BYTES // 4]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            text = path.read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+            sizes.append(int(text.rstrip("KM")) * unit)
+    return max(sizes) if len(sizes) > 1 else DEFAULT_CACHE_BYTES
+
+
+def processor_name() -> str:
+    """Product name of the CPU."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_cpu(software: dict[str, str], settings: dict[str, str]) -> Machine:
+    """The record of this machine for the cpu platform."""
+    return Machine(
+        platform="cpu",
+        device=processor_name(),
+        cores=usable_cores(),
+        cache_bytes=last_level_cache_bytes(),
+        software={"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **software},
+        settings=settings,
+    )
+
+
+@contextlib.contextmanager
+def timing_lock(device: str) -> Iterator[None]:
+    """Hold the machine-wide lock of a device while timing. Builds and checks run without it.
+
+    A file lock ends with its process, so a killed run leaves nothing locked.
+    """
+    path = Path(tempfile.gettempdir()) / f"klineage-timing-{device}.lock"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):
+            os.fchmod(fd, 0o666)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -1,0 +1,137 @@
+"""From facts to reasons: how a process ended, what two clocks say, where an interval lies. Pure functions."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+import msgspec
+
+from pytest_klineage.gate.devices import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
+from pytest_klineage.gate.policy import LEAST_PAIRS, Outcome, Samples
+from pytest_klineage.gate.statistics import Standing, median, quantile, standing
+from pytest_klineage.records import Code, KernelCase, Reason
+from pytest_klineage.records.messages import Ended, Opened
+
+CLOCK_SHARE, CLOCK_FLOOR_MS = 0.10, 0.1
+"""The trusted clock may exceed the worker's, beyond what it does for the reference, by this share or this much."""
+CLOCK_QUANTILE = 0.9
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]|^(?=::)", re.M)
+
+
+def clean(text: str, limit: int = 4000) -> str:
+    """Text of a candidate, made harmless for terminals and CI logs."""
+    text = CONTROL.sub(" ", text)
+    return text if len(text) <= limit else text[:limit] + f"\n... {len(text) - limit} more characters"
+
+
+def how_it_ended(ended: Ended, *, flooded: bool, printed: int) -> Reason:
+    """The reason for a candidate whose channel closed before it had answered."""
+    if flooded:
+        return Reason(code=Code.LOG_FLOOD, message=f"the kernel printed {printed} bytes and was ended")
+    if ended.signal is not None:
+        name = signal.Signals(ended.signal).name if ended.signal in list(signal.Signals) else str(ended.signal)
+        if ended.signal == signal.SIGKILL:
+            return Reason(code=Code.OUT_OF_MEMORY, message="the process was killed by the system, most likely for memory")
+        return Reason(code=Code.CRASH, message=f"the kernel's process ended by {name}", evidence={"signal": ended.signal})
+    if ended.exit_code == 0:
+        return Reason(code=Code.EARLY_EXIT, message="the kernel's process ended with status 0 before it had answered")
+    if ended.exit_code is not None:
+        message = f"the kernel's process ended with status {ended.exit_code} before it had answered"
+        return Reason(code=Code.EXITED, message=message, evidence={"exit_code": ended.exit_code})
+    return Reason(code=Code.FORGED_REPLY, message="the kernel closed the channel on which it was to answer")
+
+
+class Clocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What two clocks say: per call, the trusted clock minus the worker's own, in ms."""
+
+    candidate_gaps: tuple[float, ...]
+    reference_gaps: tuple[float, ...]
+
+    @property
+    def allowed_ms(self) -> float:
+        """The gap that an honest worker has at times: request, answer and being scheduled, seen at the reference."""
+        return quantile(sorted(self.reference_gaps), CLOCK_QUANTILE)
+
+
+def clocks_of(samples: Samples) -> Clocks:
+    """Gaps of both sides."""
+    return Clocks(
+        candidate_gaps=tuple(wall - own for wall, own in zip(samples.candidate_wall, samples.candidate, strict=True)),
+        reference_gaps=tuple(wall - own for wall, own in zip(samples.reference_wall, samples.reference, strict=True)),
+    )
+
+
+def charged(samples: Samples) -> Samples:
+    """Samples with every gap beyond the allowed one added to the call it belongs to, on both sides alike.
+
+    A worker that stops its own clock early gains nothing: what it leaves out, the trusted clock puts back.
+    """
+    clocks = clocks_of(samples)
+    allowed = clocks.allowed_ms
+    return Samples(
+        reference=[own + max(0.0, gap - allowed) for own, gap in zip(samples.reference, clocks.reference_gaps, strict=True)],
+        candidate=[own + max(0.0, gap - allowed) for own, gap in zip(samples.candidate, clocks.candidate_gaps, strict=True)],
+        reference_wall=samples.reference_wall,
+        candidate_wall=samples.candidate_wall,
+    )
+
+
+def clock_reason(samples: Samples) -> Reason | None:
+    """A reason when nearly all calls of the candidate hide time from its own clock.
+
+    The lower quartile decides: on a busy machine many answers come late, but a kernel that lies about its time has a
+    gap in every call that it lies about. Calls that are not enough for a reason are still charged (see `charged`).
+    """
+    clocks, own = clocks_of(samples), median(samples.candidate)
+    excess = quantile(sorted(clocks.candidate_gaps), 0.25) - clocks.allowed_ms
+    if excess <= max(CLOCK_SHARE * own, CLOCK_FLOOR_MS):
+        return None
+    return Reason(
+        code=Code.CLOCK,
+        message=f"the worker's clock says {own:.3f} ms, the trusted clock saw at least {own + excess:.3f} ms",
+        evidence={"own_ms": own, "hidden_ms": excess, "allowed_gap_ms": clocks.allowed_ms},
+    )
+
+
+def floor_reason(opened: Opened, candidate_ms: float, cores: int) -> Reason | None:
+    """A reason when a time is below what arithmetic or memory could do on any such machine."""
+    by_flops = opened.flops / (PEAK_FLOPS_PER_CORE * cores) * 1e3
+    by_bytes = opened.min_bytes / (PEAK_BYTES_PER_CORE * cores) * 1e3
+    floor = max(by_flops, by_bytes)
+    if candidate_ms >= floor:
+        return None
+    return Reason(
+        code=Code.TOO_FAST,
+        message=f"{candidate_ms:.4f} ms is below the physical floor of {floor:.4f} ms",
+        evidence={"floor_flops_ms": by_flops, "floor_bytes_ms": by_bytes},
+    )
+
+
+def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
+    """Accepted, slower or inconclusive, in one sentence with the figures."""
+    interval = outcome.interval
+    place = standing(interval, at_least=case.at_least, margin=margin)
+    shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
+    evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least}
+    codes = {
+        Standing.FASTER: (Code.ACCEPTED_FASTER, f"faster than the reference: {shown}"),
+        Standing.SAME: (Code.ACCEPTED_SAME, f"as fast as the reference: {shown}"),
+        Standing.MEETS: (Code.ACCEPTED_MEETS_TARGET, f"reaches the required {case.at_least:g}x: {shown}"),
+        Standing.SLOWER: (Code.SLOWER_THAN_REQUIRED, f"required {case.at_least:g}x, measured {shown}"),
+        Standing.INCONCLUSIVE: (
+            Code.INCONCLUSIVE_INTERVAL,
+            f"required {case.at_least:g}x, measured {shown}; a longer --klineage-time-limit narrows the interval",
+        ),
+    }
+    code, message = codes[place]
+    if place is Standing.INCONCLUSIVE and len(outcome.samples.candidate) < LEAST_PAIRS:
+        code = Code.INCONCLUSIVE_TOO_FEW
+    return Reason(code=code, message=message, evidence=evidence)
+
+
+def library_reason(libraries: tuple[str, ...]) -> Reason | None:
+    """A reason when a library that does a kernel's work was loaded by the candidate."""
+    if not libraries:
+        return None
+    return Reason(code=Code.WRAPPER_LIBRARY, message=f"the kernel loaded {', '.join(libraries)}")

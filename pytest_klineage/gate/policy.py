@@ -1,0 +1,142 @@
+"""Timing policies: how many calls of whom in which order, and which statistic. Pure; the sampler is passed in."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Protocol, TypeAlias
+
+import msgspec
+
+from pytest_klineage.gate import statistics
+from pytest_klineage.records import Interval
+
+PAIRED_WARMUP = 3
+"""Calls of each side before the first pair: page faults, thread pools and lazy initialisation belong here."""
+MIN_PAIRS = 20
+"""Pairs before sampling may stop because it is precise."""
+LEAST_PAIRS = 6
+"""Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
+MAX_PAIRS = 2000
+PAPER_WARMUP, PAPER_REPS = 25, 100
+
+
+class Samples(msgspec.Struct, kw_only=True):
+    """Milliseconds by role, with the trusted clock beside the worker's own."""
+
+    reference: list[float] = []
+    candidate: list[float] = []
+    reference_wall: list[float] = []
+    candidate_wall: list[float] = []
+
+    def extend(self, other: Samples) -> None:
+        """Append another batch."""
+        self.reference += other.reference
+        self.candidate += other.candidate
+        self.reference_wall += other.reference_wall
+        self.candidate_wall += other.candidate_wall
+
+
+class Sampler(Protocol):
+    """Runs every role in `order`, `reps` times over, and returns the samples."""
+
+    def __call__(self, order: tuple[str, ...], reps: int) -> Samples: ...
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What a policy measured."""
+
+    samples: Samples
+    interval: Interval
+    warmup: int
+    statistic: str
+    stopped: str
+
+
+Correct: TypeAlias = Callable[[Samples], Samples]
+"""What to do to raw samples before statistics see them."""
+
+Report: TypeAlias = Callable[[int, int, Interval | None], None]
+"""Progress: samples so far, samples expected, the interval so far."""
+
+
+class Policy(ABC):
+    """One way to time."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def measure(
+        self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
+        out_of_time: Callable[[], bool], report: Report,
+    ) -> Outcome:  # fmt: skip
+        """Sample until the policy is satisfied or out of time."""
+
+
+class Paired(Policy):
+    """Reference and candidate alternate on the same inputs, each pair in random order; stops when precise or out of time."""
+
+    name: ClassVar[str] = "paired"
+
+    def measure(
+        self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
+        out_of_time: Callable[[], bool], report: Report,
+    ) -> Outcome:  # fmt: skip
+        order = random.SystemRandom()
+        sample(("reference", "candidate"), PAIRED_WARMUP)
+        samples, interval, look, stopped = Samples(), None, max(MIN_PAIRS, statistics.FIRST_LOOK), "time limit"
+        while len(samples.candidate) < MAX_PAIRS:
+            pair = ["reference", "candidate"]
+            order.shuffle(pair)
+            # ABBA: what drifts linearly over two pairs hits both sides alike.
+            samples.extend(sample((*pair, *reversed(pair)), 1))
+            pairs = len(samples.candidate)
+            if pairs >= look:
+                interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
+                look = statistics.next_look(pairs)
+                if statistics.precise_enough(interval, precision):
+                    stopped = "precise"
+                    break
+            report(pairs, look, interval)
+            if pairs >= LEAST_PAIRS and out_of_time():
+                break
+        else:
+            stopped = "pair limit"
+        return Outcome(
+            samples=samples,
+            interval=self._interval(correct(samples), confidence, statistics.FINAL_RESAMPLES),
+            warmup=PAIRED_WARMUP,
+            statistic="exp(median(log(reference/candidate))), percentile bootstrap over pairs",
+            stopped=stopped,
+        )
+
+    def _interval(self, samples: Samples, confidence: float, resamples: int) -> Interval:
+        return statistics.paired_interval(samples.reference, samples.candidate, confidence=confidence, resamples=resamples)
+
+
+class Paper(Policy):
+    """What the paper says it does: 25 warm-up calls, 100 calls, median; the reference first, then the candidate."""
+
+    name: ClassVar[str] = "paper"
+
+    def measure(
+        self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
+        out_of_time: Callable[[], bool], report: Report,
+    ) -> Outcome:  # fmt: skip
+        samples = Samples()
+        for index, role in enumerate(("reference", "candidate")):
+            sample((role,), PAPER_WARMUP)
+            samples.extend(sample((role,), PAPER_REPS))
+            report((index + 1) * PAPER_REPS, 2 * PAPER_REPS, None)
+        corrected = correct(samples)
+        return Outcome(
+            samples=samples,
+            interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
+            warmup=PAPER_WARMUP,
+            statistic="ratio of medians, percentile bootstrap of both sides",
+            stopped="fixed count",
+        )
+
+
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Paired(), Paper())}

@@ -1,0 +1,65 @@
+"""What a user may set about a judgement, and the names of the defences."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.gate.policy import POLICIES
+
+DEFENCES = frozenset({
+    "audit", "fresh_inputs", "verify", "two_clocks", "poison", "input_integrity", "guard_bands", "alias_rules",
+    "case_lint", "own_kernel", "floor", "sandbox",
+})  # fmt: skip
+"""Every defence that can be switched off, which only the tests of the defences do."""
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/pytest-klineage or ~/.cache/pytest-klineage."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pytest-klineage"
+
+
+class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one gate. Raises UsageError for values that make no sense."""
+
+    policy: str = "paired"
+    """Timing policy that decides."""
+    also_policies: tuple[str, ...] = ()
+    """Further policies that are reported beside it."""
+    margin: float = 0.05
+    """How far below the required speedup a kernel may be."""
+    precision: float = 0.01
+    """Half-width of the interval at which sampling stops, relative."""
+    confidence: float = 0.95
+    time_limit_s: float = 10.0
+    """Longest time to spend on the timed blocks of one policy."""
+    seeds: int = 3
+    """Random inputs of the default regime that every kernel must get right."""
+    threads: int = 0
+    """CPU threads for reference and candidate; 0 means all cores."""
+    cache_dir: Path = msgspec.field(default_factory=default_cache_dir)
+    build_timeout_s: float = 120.0
+    load_timeout_s: float = 30.0
+    run_timeout_s: float = 30.0
+    seed: str | None = None
+    """Fixes the inputs of the checks; None draws them from the system's randomness."""
+    defences: frozenset[str] = DEFENCES
+
+    def __post_init__(self) -> None:
+        for policy in (self.policy, *self.also_policies):
+            if policy not in POLICIES:
+                raise UnknownName("timing policy", policy, POLICIES)
+        for defence in self.defences - DEFENCES:
+            raise UnknownName("defence", defence, DEFENCES)
+        for name, low, high in (
+            ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("time_limit_s", 0.05, 86400.0),
+            ("seeds", 1, 1000), ("threads", 0, 4096), ("build_timeout_s", 0.1, 86400.0), ("load_timeout_s", 0.1, 86400.0),
+            ("run_timeout_s", 0.05, 86400.0),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"{name} must lie between {low:g} and {high:g}, got {value:g}")

@@ -1,0 +1,130 @@
+"""Pure statistics of paired timings: bootstrap interval, stopping rule, verdict class. No clock, no device, no I/O."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from enum import StrEnum
+
+from pytest_klineage.records import Interval, speedup
+
+FIRST_LOOK = 10
+"""Pairs before the stopping rule looks for the first time."""
+LOOK_GROWTH = 1.25
+"""The number of pairs grows by this factor between two looks."""
+LOOK_RESAMPLES = 300
+"""Bootstrap resamples while sampling goes on."""
+FINAL_RESAMPLES = 2000
+FEW_PAIRS = 12
+"""Below this many pairs a bootstrap is too narrow; the range of all pairs stands in for it."""
+
+
+def median(values: Sequence[float]) -> float:
+    """Middle value; mean of the two middle ones for an even count. Raises ValueError when empty."""
+    if not values:
+        raise ValueError("the median of no values")
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def log_ratios(reference_ms: Sequence[float], candidate_ms: Sequence[float]) -> list[float]:
+    """Logarithm of every pair's speedup. Raises ValueError unless both have the same positive length and values."""
+    if len(reference_ms) != len(candidate_ms) or not reference_ms:
+        raise ValueError("pairs need equally many samples of both sides, at least one")
+    return [math.log(speedup(r, c)) for r, c in zip(reference_ms, candidate_ms, strict=True)]
+
+
+def paired_interval(
+    reference_ms: Sequence[float],
+    candidate_ms: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = FINAL_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Speedup and its percentile bootstrap interval: exp of the median of the paired log-ratios.
+
+    Samples in milliseconds; the n-th of both belong together. `seed` makes a record reproducible from its samples.
+    """
+    ratios = log_ratios(reference_ms, candidate_ms)
+    draw = random.Random(seed)
+    count = len(ratios)
+    if count < FEW_PAIRS:
+        ends = (median(ratios), min(ratios), max(ratios))
+        return Interval(*(math.exp(value) for value in ends), confidence)
+    medians = sorted(median(draw.choices(ratios, k=count)) for _ in range(resamples))
+    tail = (1 - confidence) / 2
+    low, high = quantile(medians, tail), quantile(medians, 1 - tail)
+    estimate = median(ratios)
+    # A percentile interval of a discrete bootstrap can, with few pairs, end on the wrong side of its own estimate.
+    low, high = min(low, estimate), max(high, estimate)
+    return Interval(math.exp(estimate), math.exp(low), math.exp(high), confidence)
+
+
+def unpaired_interval(
+    reference_ms: Sequence[float],
+    candidate_ms: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = FINAL_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Ratio of the two medians with a percentile bootstrap interval, for policies that time one side after the other."""
+    draw = random.Random(seed)
+    ratios = sorted(
+        speedup(median(draw.choices(reference_ms, k=len(reference_ms))), median(draw.choices(candidate_ms, k=len(candidate_ms))))
+        for _ in range(resamples)
+    )  # fmt: skip
+    estimate = speedup(median(reference_ms), median(candidate_ms))
+    tail = (1 - confidence) / 2
+    low, high = min(quantile(ratios, tail), estimate), max(quantile(ratios, 1 - tail), estimate)
+    return Interval(estimate, low, high, confidence)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Linear interpolation in sorted values; `share` between 0 and 1."""
+    if not ordered:
+        raise ValueError("the quantile of no values")
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def next_look(pairs: int) -> int:
+    """At how many pairs to look again: looking after every pair would spend the confidence on chance."""
+    return max(FIRST_LOOK, math.ceil(pairs * LOOK_GROWTH))
+
+
+def precise_enough(interval: Interval, precision: float) -> bool:
+    """Whether sampling may stop. It looks at the width only, never at where the interval lies."""
+    return interval.half_width <= precision
+
+
+class Standing(StrEnum):
+    """Where an interval lies against a required speedup."""
+
+    FASTER = "faster"
+    SAME = "same"
+    MEETS = "meets"
+    SLOWER = "slower"
+    INCONCLUSIVE = "inconclusive"
+
+
+def standing(interval: Interval, *, at_least: float, margin: float) -> Standing:
+    """Classify a speedup against `at_least`, with a relative margin below it.
+
+    slower: the whole interval lies below at_least * (1 - margin). inconclusive: it reaches from below that line to
+    above it. Otherwise the requirement is met: faster when the interval lies above 1, same when it contains 1 or the
+    requirement is 1, meets when the kernel is slower than the reference but not than what was asked.
+    """
+    line = at_least * (1 - margin)
+    if interval.high < line:
+        return Standing.SLOWER
+    if interval.low < line:
+        return Standing.INCONCLUSIVE
+    if interval.low > 1:
+        return Standing.FASTER
+    return Standing.SAME if interval.high >= 1 or at_least >= 1 else Standing.MEETS

@@ -1,0 +1,1 @@
+"""What the project has on disk: expert kernels. Nothing is judged here."""

@@ -1,0 +1,80 @@
+"""Random numbers that operators share: distributions, symmetries and nudges, drawn from an explicit generator.
+
+Numbers are float64 and lie on the generator's device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+TORCH_DTYPES = {
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64", "int32": "int32",
+}  # fmt: skip
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch data type of a short name such as "bf16"."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, TORCH_DTYPES[name])
+    return dtype
+
+
+def normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Standard normal numbers."""
+    import torch
+
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+
+
+def uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Numbers between zero and one."""
+    import torch
+
+    return torch.rand(shape, generator=generator, dtype=torch.float64, device=generator.device)
+
+
+def spiked(values: torch.Tensor, generator: torch.Generator, *, count: int, size: float) -> torch.Tensor:
+    """`values` (contiguous, changed in place) with `count` random elements replaced by `size` to 2 `size`, either sign."""
+    import torch
+
+    flat = values.view(-1)
+    where = torch.randint(flat.numel(), (count,), generator=generator, device=generator.device)
+    flat[where] = size * (1 + uniform((count,), generator)) * signs((count,), generator)
+    return values
+
+
+def signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Plus or minus one, at random."""
+    import torch
+
+    return torch.randint(2, shape, generator=generator, device=generator.device).double().mul_(2).sub_(1)
+
+
+def permutation(size: int, generator: torch.Generator, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A random order of `size` things and the order that undoes it, on the device of `like`; never the identity."""
+    import torch
+
+    order = torch.randperm(size, generator=generator, device=generator.device)
+    if torch.equal(order, torch.arange(size, device=order.device)):
+        order = order.roll(1)
+    order = order.to(like.device)
+    return order, torch.argsort(order)
+
+
+def random_index(size: int, generator: torch.Generator) -> int:
+    """One of 0 … size - 1."""
+    import torch
+
+    return int(torch.randint(size, (1,), generator=generator, device=generator.device))
+
+
+def nudged(values: torch.Tensor, where: tuple[int, ...], *, factor: float = 1.0) -> torch.Tensor:
+    """A copy in which one element has the other sign and a magnitude just above `factor` times the largest one."""
+    changed = values.clone()
+    size = factor * float(values.abs().max()) + 1.0
+    changed[where] = -size if float(values[where]) > 0 else size
+    return changed

@@ -1,0 +1,186 @@
+"""fmha: o[B,H,S,D] = softmax(scale q k^T) v by head, with or without a causal mask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.distributions import normal, nudged, permutation, random_index, signs, torch_dtype
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
+from pytest_klineage.records import KernelCase, Option, Signature, TensorSpec
+from pytest_klineage.records.signature import permuted
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors, Undo
+
+LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
+"""Factor of v in the large-magnitude regime; o is an average of v, so it cannot overflow."""
+
+MEMORY_ORDER = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
+
+BLOCK_ELEMENTS = 1 << 25
+"""Scores that are in memory at once: 256 MB in float64."""
+
+
+class Fmha(Operator):
+    """Multi-head attention, forward. Axes B, H, S, D; inputs q, k, v and output o, all [B,H,S,D]; scale = 1/sqrt(D).
+
+    In layout bshd shapes stay the same and strides are those of a contiguous [B,S,H,D].
+    """
+
+    name: ClassVar[str] = "fmha"
+    axes: ClassVar[tuple[str, ...]] = ("B", "H", "S", "D")
+    options: ClassVar[dict[str, tuple[Option, ...]]] = {"causal": (False, True), "layout": ("bhsd", "bshd")}
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "peaky", "shifted", "large_magnitude", "needles")
+
+    def signature(self, case: KernelCase) -> Signature:
+        order = MEMORY_ORDER[str(self.option(case, "layout"))]
+
+        def spec(name: str) -> TensorSpec:
+            return permuted(name, case.dtype, tuple(case.shape.values()), order)
+
+        return Signature(
+            inputs=(spec("q"), spec("k"), spec("v")),
+            outputs=(spec("o"),),
+            scalars={"scale": case.shape["D"] ** -0.5, "causal": float(bool(self.option(case, "causal")))},
+        )
+
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+        shape = tuple(case.shape.values())
+        q, k, v = normal(shape, generator), normal(shape, generator), normal(shape, generator)
+        if regime == "peaky":
+            q *= 8.0
+        elif regime == "shifted":
+            k += 2.0
+            v += 1.0
+        elif regime == "large_magnitude":
+            v *= LARGE[case.dtype]
+        elif regime == "needles":
+            plant_needles(q, k, v, generator)
+        dtype = torch_dtype(case.dtype)
+        return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+
+    def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        o = torch.empty_like(inputs["q"], dtype=torch.float64, memory_format=torch.contiguous_format)
+        for q, k, v, out in blocks(inputs["q"], inputs["k"], inputs["v"], o):
+            out.copy_(self._weights(case, self._scores(case, q.double(), k.double())) @ v.double())
+        return {"o": o}
+
+    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        o = torch.empty_like(inputs["q"], memory_format=torch.contiguous_format)
+        for q, k, v, out in blocks(inputs["q"], inputs["k"], inputs["v"], o):
+            # Fused kernels keep scores in fp32 and round the weights to the inputs' type for the second product.
+            weights = self._weights(case, self._scores(case, q.float(), k.float())).to(v.dtype)
+            out.copy_(weights.float() @ v.float())
+        return {"o": o}
+
+    def _scores(self, case: KernelCase, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (q @ k.transpose(-1, -2)).mul_(case.shape["D"] ** -0.5)
+
+    def _weights(self, case: KernelCase, scores: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if self.option(case, "causal"):
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+            scores = scores.masked_fill(later, float("-inf"))
+        return scores.softmax(-1)
+
+    def _visible_keys(self, case: KernelCase, like: torch.Tensor) -> torch.Tensor:
+        """How many keys every query sees, [S,1]."""
+        import torch
+
+        length = case.shape["S"]
+        if self.option(case, "causal"):
+            return torch.arange(1, length + 1, device=like.device)[:, None]
+        return torch.full((length, 1), length, device=like.device)
+
+    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        import torch
+
+        # o = sum_j p_j v_j. An error e_j of score j moves o by p_j (v_j - o) e_j; rounding a weight to the case's type
+        # for the second product moves it by p_j v_j u; both sums of S terms are rounded in fp32.
+        unit = torch.empty_like(expected["o"])
+        fp32, weight = UNIT_ROUNDOFF["fp32"] ** 2, UNIT_ROUNDOFF[case.dtype] ** 2
+        width, keys = case.shape["D"], self._visible_keys(case, expected["o"])
+        for q, k, v, o, out in blocks(inputs["q"], inputs["k"], inputs["v"], expected["o"], unit):
+            q, k, v = q.double(), k.double(), v.double()
+            scores = self._scores(case, q, k)
+            products = self._scores(case, q.square(), k.square()).mul_(width**-0.5)
+            score_variance = summation_variance(products, scores, width).add_(scores.square()).add_(1)
+            squares = self._weights(case, scores).square_()
+            moved = score_variance.mul_(squares)
+            spread = (moved @ v.square()).sub_(2 * o * (moved @ v)).add_(o.square() * moved.sum(-1, keepdim=True))
+            weighted = squares @ v.square()
+            rounded = weight * weighted
+            variance = summation_variance(weighted, o * 2**0.5, keys).add_(spread.clamp_min_(0)).mul_(fp32)
+            out.copy_(variance.add_(rounded).sqrt_())
+        return {"o": unit.add_(output_rounding(case.dtype, expected["o"]))}
+
+    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+        batch, heads, length, width = shape = tuple(case.shape.values())
+        q, k, v = (inputs[name].reshape(batch * heads, length, width) for name in "qkv")
+        order, back = permutation(batch * heads, generator, q)
+        inner_signs = signs((batch * heads, 1, width), generator).to(q)
+        value_signs = signs((batch * heads, 1, width), generator).to(q)
+        q, k, v = (tensor.index_select(0, order) for tensor in (q, k, v))
+        if not self.option(case, "causal"):
+            keys, _ = permutation(length, generator, k)
+            k, v = k.index_select(1, keys), v.index_select(1, keys)
+
+        def undo(outputs: Tensors) -> Tensors:
+            o = outputs["o"].reshape(batch * heads, length, width) * value_signs
+            return {"o": o.index_select(0, back).view(shape)}
+
+        disguised = {"q": q.mul_(inner_signs), "k": k.mul_(inner_signs), "v": v.mul_(value_signs)}
+        return {name: tensor.view(shape) for name, tensor in disguised.items()}, undo
+
+    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+        batch, heads, length, width = case.shape.values()
+        head = (random_index(batch, generator), random_index(heads, generator))
+        query = random_index(length, generator)
+        # The key that this query heeds most, among those it may see.
+        seen = query + 1 if self.option(case, "causal") else length
+        key = int((inputs["k"][head][:seen].double() @ inputs["q"][head][query].double()).argmax())
+        where = (*head, key, random_index(width, generator))
+        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+
+    def flops(self, case: KernelCase) -> float:
+        batch, heads, length, width = case.shape.values()
+        pairs = length * (length + 1) / 2 if self.option(case, "causal") else length * length
+        return 4.0 * batch * heads * pairs * width
+
+
+def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views [n,S,D] of [B,H,S,D] tensors: so many heads of one batch entry that their scores fit in memory."""
+    batch, heads, length, _width = tensors[0].shape
+    step = max(1, BLOCK_ELEMENTS // (length * length))
+    for entry in range(batch):
+        for start in range(0, heads, step):
+            yield tuple(tensor[entry, start : start + step] for tensor in tensors)
+
+
+def plant_needles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:
+    """Make a few keys per head, at random places, dominate every query that sees them. Changes all three in place."""
+    import math
+
+    import torch
+
+    batch, heads, length, width = q.shape
+    direction = normal((batch, heads, 1, width), generator)
+    direction /= direction.norm(dim=-1, keepdim=True)
+    q += 4.0 * direction
+    # A needle's score is about log(S) + 3: it weighs e^3 times as much as all other keys together.
+    size = (math.log(length) + 3.0) * width**0.5 / 4.0
+    for _ in range(max(1, length // 128)):
+        where = torch.randint(length, (batch, heads, 1, 1), generator=generator, device=q.device)
+        where = where.expand(batch, heads, 1, width)
+        k.scatter_(2, where, size * direction + 0.25 * normal(direction.shape, generator))
+        v.scatter_(2, where, 4.0 * normal(direction.shape, generator))

@@ -1,0 +1,198 @@
+"""gdn: gated delta rule over T tokens with a matrix state per value head, as in Gated DeltaNet's prefill."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.distributions import (
+    normal,
+    nudged,
+    permutation,
+    random_index,
+    signs,
+    spiked,
+    torch_dtype,
+    uniform,
+)
+from pytest_klineage.operators.gdn_chunked import Problem, chunked, joined, rounding_variance, sequential
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
+from pytest_klineage.records import KernelCase, Option, Signature
+from pytest_klineage.records.signature import dense
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors, Undo
+
+LARGE = {"fp32": 1e12, "fp16": 64.0, "bf16": 1e12}
+"""Factor of v in the large-values regime; o and the state are at most about as large as v."""
+
+SEQUENTIAL_TOKENS = 1024
+"""Up to here the oracle is the definition, token by token; above, it is the chunk form, in float64 both times."""
+
+ORACLE_CHUNK = 64
+
+
+class Gdn(Operator):
+    """Gated delta rule. Axes HQK, HV, D, C (chunk), T. Value head h uses q and k of head h // (HV / HQK).
+
+    Inputs q, k [T,HQK,D] (l2-normalised), v [T,HV,D], g [T,HV] fp32 (log-space gate <= 0), beta [T,HV] fp32, and with
+    initial_state also state0 [HV,D,D] fp32 (key x value). Outputs o [T,HV,D], state [HV,D,D] fp32. By token:
+    S <- exp(g_t) S; u = beta_t (v_t - S^T k_t); S <- S + k_t u^T; o_t = scale S^T q_t, scale = 1/sqrt(D).
+    """
+
+    name: ClassVar[str] = "gdn"
+    axes: ClassVar[tuple[str, ...]] = ("HQK", "HV", "D", "C", "T")
+    options: ClassVar[dict[str, tuple[Option, ...]]] = {"initial_state": (False, True)}
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero", "large_values", "spikes")
+
+    def validate(self, case: KernelCase) -> None:
+        if case.shape["HV"] % case.shape["HQK"]:
+            raise UsageError(f"gdn: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+
+    def signature(self, case: KernelCase) -> Signature:
+        key_heads, heads, width, chunk, tokens = case.shape.values()
+        keys = [dense(name, case.dtype, tokens, key_heads, width) for name in "qk"]
+        gates = [dense(name, "fp32", tokens, heads) for name in ("g", "beta")]
+        state0 = [dense("state0", "fp32", heads, width, width)] if self.option(case, "initial_state") else []
+        return Signature(
+            inputs=(*keys, dense("v", case.dtype, tokens, heads, width), *gates, *state0),
+            outputs=(dense("o", case.dtype, tokens, heads, width), dense("state", "fp32", heads, width, width)),
+            scalars={"scale": width**-0.5, "chunk": float(chunk)},
+        )
+
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+        import torch
+
+        key_heads, heads, width, _chunk, tokens = case.shape.values()
+        q, k = normal((tokens, key_heads, width), generator), normal((tokens, key_heads, width), generator)
+        v = normal((tokens, heads, width), generator)
+        if regime == "spikes":
+            q, k = (spiked(tensor, generator, count=max(1, tokens // 16), size=50.0) for tensor in (q, k))
+            v = spiked(v, generator, count=max(1, tokens // 16), size=50.0)
+        elif regime == "large_values":
+            v *= LARGE[case.dtype]
+        q, k = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (q, k))
+        dtype = torch_dtype(case.dtype)
+        inputs = {
+            "q": q.to(dtype),
+            "k": k.to(dtype),
+            "v": v.to(dtype),
+            "g": gates(regime, tokens, heads, generator).float(),
+            "beta": torch.sigmoid(normal((tokens, heads), generator)).float(),
+        }
+        if self.option(case, "initial_state"):
+            inputs["state0"] = normal((heads, width, width), generator).mul_(width**-0.5).float()
+        return inputs
+
+    def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        problem = self._problem(case, inputs, torch.float64)
+        tokens = case.shape["T"]
+        if tokens <= SEQUENTIAL_TOKENS:
+            o, state = sequential(problem)
+        else:
+            form = chunked(problem, ORACLE_CHUNK)
+            o, state = joined(form.o, tokens), form.state
+        return {"o": o.transpose(0, 1).contiguous(), "state": state}
+
+    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        dtype = inputs["v"].dtype
+        operand = None if dtype == torch.float32 else dtype
+        form = chunked(self._problem(case, inputs, torch.float32), case.shape["C"], operand=operand)
+        o = joined(form.o, case.shape["T"]).transpose(0, 1)
+        return {"o": o.to(dtype).contiguous(), "state": form.state}
+
+    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        import torch
+
+        fp32, width = UNIT_ROUNDOFF["fp32"] ** 2, case.shape["D"]
+        product = fp32 * width + (UNIT_ROUNDOFF[case.dtype] ** 2 if case.dtype != "fp32" else 0.0)
+        form = chunked(self._problem(case, inputs, torch.float64), ORACLE_CHUNK)
+        o, state = rounding_variance(form, product=product, fp32=fp32)
+        o = joined(o, case.shape["T"]).transpose(0, 1).contiguous()
+        return {
+            "o": o.sqrt_().add_(output_rounding(case.dtype, expected["o"])),
+            "state": state.sqrt_().add_(output_rounding("fp32", expected["state"])),
+        }
+
+    def _problem(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> Problem:
+        key_heads, heads, width, _chunk, _tokens = case.shape.values()
+        q, k = (inputs[name].to(dtype).repeat_interleave(heads // key_heads, dim=1) for name in "qk")
+        v, g, beta = (inputs[name].to(dtype).transpose(0, 1) for name in ("v", "g", "beta"))
+        state = inputs["state0"].to(dtype) if "state0" in inputs else v.new_zeros(heads, width, width)
+        return Problem(
+            q=q.transpose(0, 1), k=k.transpose(0, 1), v=v, g=g, beta=beta, state=state, scale=width**-0.5
+        )  # fmt: skip
+
+    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+        import torch
+
+        key_heads, heads, width, _chunk, _tokens = case.shape.values()
+        group = heads // key_heads
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        # Value heads move inside their group and groups move as a whole, so that every head keeps its keys.
+        key_order, _ = permutation(key_heads, generator, q)
+        inner, _ = permutation(group, generator, q)
+        order = (key_order[:, None] * group + inner).flatten()
+        back = torch.argsort(order)
+        key_signs = signs((key_heads, width), generator).to(q)
+        value_signs = signs((heads, width), generator).to(v)
+        rows = key_signs.repeat_interleave(group, dim=0).float()
+        flips = rows[:, :, None] * value_signs.float()[:, None, :]
+        disguised = {
+            "q": q.index_select(1, key_order).mul_(key_signs),
+            "k": k.index_select(1, key_order).mul_(key_signs),
+            "v": v.index_select(1, order).mul_(value_signs),
+            "g": inputs["g"].index_select(1, order),
+            "beta": inputs["beta"].index_select(1, order),
+        }
+        if "state0" in inputs:
+            disguised["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
+
+        def undo(outputs: Tensors) -> Tensors:
+            return {
+                "o": (outputs["o"] * value_signs).index_select(1, back),
+                "state": (outputs["state"] * flips).index_select(0, back),
+            }
+
+        return disguised, undo
+
+    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+        key_heads, heads, width, _chunk, tokens = case.shape.values()
+        head = random_index(heads, generator)
+        places = [random_index(tokens, generator) for _ in range(8)]
+        # Of a few tokens the one whose own output reads most of what it writes.
+        key_head = head // (heads // key_heads)
+        q, k = inputs["q"][places, key_head].double(), inputs["k"][places, key_head].double()
+        written = (q * k).sum(-1).abs() * inputs["beta"][places, head].double()
+        where = (places[int(written.argmax())], head, random_index(width, generator))
+        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+
+    def flops(self, case: KernelCase) -> float:
+        _key_heads, heads, width, _chunk, tokens = case.shape.values()
+        # Decay, S^T k, k u^T and S^T q; the chunk form does more, the function needs no more.
+        return 7.0 * tokens * heads * width * width
+
+
+def gates(regime: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Log-space gates [T,HV] of a regime."""
+    import torch
+
+    noise = normal((tokens, heads), generator)
+    if regime == "strong_gates":
+        strength = uniform((heads,), generator) * 16.0
+        strength[0], strength[-1] = 0.0, 16.0
+        return -strength * torch.nn.functional.softplus(0.5 * noise + 1.0)
+    if regime == "gates_near_zero":
+        return noise.abs_().mul_(-1e-4)
+    g = torch.nn.functional.logsigmoid(noise) / 16.0
+    ungated = torch.randperm(heads, generator=generator, device=g.device)[: heads // 4]
+    g[:, ungated] = 0.0
+    return g

@@ -1,0 +1,100 @@
+"""gemm: c[M,N] = a[M,K] @ b[K,N], all row-major."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.distributions import (
+    normal,
+    nudged,
+    permutation,
+    random_index,
+    signs,
+    spiked,
+    torch_dtype,
+)
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
+from pytest_klineage.records import KernelCase, Signature
+from pytest_klineage.records.signature import dense
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors, Undo
+
+LARGE = {"fp32": 1e15, "fp16": 16.0, "bf16": 1e15}
+"""Factor of the large-magnitude regime: products stay representable in the output type."""
+
+SPIKE = {"fp32": 100.0, "fp16": 50.0, "bf16": 100.0}
+"""Size of spikes: two of them, doubled and nudged, multiply to less than fp16's 65504."""
+
+SHIFT = 1.0
+"""Mean of the shifted regime. More would bury the differences between outputs under bf16's rounding for long sums."""
+
+
+class Gemm(Operator):
+    """Dense matrix product. Axes M, N, K; inputs a[M,K], b[K,N]; output c[M,N]."""
+
+    name: ClassVar[str] = "gemm"
+    axes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "spikes", "shifted", "large_magnitude")
+
+    def signature(self, case: KernelCase) -> Signature:
+        m, n, k = case.shape.values()
+        return Signature(
+            inputs=(dense("a", case.dtype, m, k), dense("b", case.dtype, k, n)),
+            outputs=(dense("c", case.dtype, m, n),),
+        )
+
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+        m, n, k = case.shape.values()
+        a, b = normal((m, k), generator), normal((k, n), generator)
+        if regime == "spikes":
+            a = spiked(a, generator, count=max(1, m // 16), size=SPIKE[case.dtype])
+            b = spiked(b, generator, count=max(1, n // 16), size=SPIKE[case.dtype])
+        elif regime == "shifted":
+            a += SHIFT
+            b += SHIFT / 2
+        elif regime == "large_magnitude":
+            a *= LARGE[case.dtype]
+        dtype = torch_dtype(case.dtype)
+        return {"a": a.to(dtype), "b": b.to(dtype)}
+
+    def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        return {"c": inputs["a"].double() @ inputs["b"].double()}
+
+    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        # Products of fp16 or bf16 numbers are exact in fp32: this is what tensor cores with fp32 accumulators compute.
+        return {"c": (inputs["a"].float() @ inputs["b"].float()).to(inputs["a"].dtype)}
+
+    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        squares = inputs["a"].double().square_() @ inputs["b"].double().square_()
+        unit = summation_variance(squares, expected["c"], case.shape["K"]).sqrt_().mul_(UNIT_ROUNDOFF["fp32"])
+        return {"c": unit.add_(output_rounding(case.dtype, expected["c"]))}
+
+    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+        m, n, k = case.shape.values()
+        a, b = inputs["a"], inputs["b"]
+        rows, back = permutation(m, generator, a)
+        row_signs = signs((m, 1), generator).to(a)
+        inner_signs = signs((k,), generator).to(a)
+        column_signs = signs((n,), generator).to(a)
+
+        def undo(outputs: Tensors) -> Tensors:
+            return {"c": (outputs["c"] * (row_signs * column_signs)).index_select(0, back)}
+
+        return {
+            "a": a.index_select(0, rows).mul_(row_signs).mul_(inner_signs),
+            "b": (b * column_signs).mul_(inner_signs[:, None]),
+        }, undo
+
+    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+        m, _n, k = case.shape.values()
+        where = (random_index(m, generator), random_index(k, generator))
+        return {"a": nudged(inputs["a"], where), "b": inputs["b"]}
+
+    def flops(self, case: KernelCase) -> float:
+        m, n, k = case.shape.values()
+        return 2.0 * m * n * k

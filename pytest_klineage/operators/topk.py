@@ -1,0 +1,156 @@
+"""topk: the exact k largest numbers of every row of x with their places, in any order, any choice among ties."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.distributions import normal, permutation, random_index, signs, torch_dtype, uniform
+from pytest_klineage.operators.tolerance import HALF_SMALLEST
+from pytest_klineage.records import DTYPES, KernelCase, Signature
+from pytest_klineage.records.signature import dense
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors, Undo
+
+MAX_EXPONENT = 4
+"""A disguise multiplies each row by up to 2**4: exact, and far from overflow even in fp16."""
+
+CLUSTER = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5}
+"""Spread of the clustered regime around 10: many numbers of few exponents and leading bits, yet not all the same."""
+
+
+class TopK(Operator):
+    """Selection of the K largest of S columns in each of B rows. Input x[B,S]; outputs values[B,K], indices[B,K] int64.
+
+    values[i,j] must be x[i, indices[i,j]] bit for bit and the indices of a row must be distinct. Zeros of both signs
+    are equal, as in torch.topk.
+    """
+
+    name: ClassVar[str] = "topk"
+    axes: ClassVar[tuple[str, ...]] = ("B", "S", "K")
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "fp16", "bf16")
+    exact: ClassVar[bool] = True
+    regimes: ClassVar[tuple[str, ...]] = (
+        DEFAULT_REGIME,
+        "ties",
+        "all_equal",
+        "sorted_ascending",
+        "sorted_descending",
+        "clustered",
+        "infinities",
+        "signed_zeros",
+        "denormals",
+    )
+
+    def validate(self, case: KernelCase) -> None:
+        if case.shape["K"] > case.shape["S"]:
+            raise UsageError(f"topk: K = {case.shape['K']} exceeds the S = {case.shape['S']} columns of a row")
+
+    def signature(self, case: KernelCase) -> Signature:
+        rows, columns, k = case.shape.values()
+        return Signature(
+            inputs=(dense("x", case.dtype, rows, columns),),
+            outputs=(dense("values", case.dtype, rows, k), dense("indices", "int64", rows, k)),
+        )
+
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+        rows, columns, k = case.shape.values()
+        x = normal((rows, columns), generator)
+        if regime == "ties":
+            x = (uniform((rows, columns), generator) * 64).floor_().sub_(32)
+        elif regime == "all_equal":
+            # A number of its own for every row: one for all would make another row's answer right.
+            x = normal((rows, 1), generator).expand(rows, columns)
+        elif regime in ("sorted_ascending", "sorted_descending"):
+            x = x.sort(dim=1, descending=regime == "sorted_descending").values
+        elif regime == "clustered":
+            x = x.mul_(CLUSTER[case.dtype]).add_(10.0)
+        elif regime == "infinities":
+            x = with_infinities(x, k, generator)
+        elif regime == "signed_zeros":
+            # About half of the k largest are positive; the others are zeros of either sign.
+            zero = uniform((rows, columns), generator) >= k / columns
+            x = x.masked_fill_(zero, 0.0).abs_().mul_(signs((rows, columns), generator))
+        elif regime == "denormals":
+            x = x.mul_(100).round_().mul_(2 * HALF_SMALLEST[case.dtype])
+        return {"x": x.to(torch_dtype(case.dtype)).contiguous()}
+
+    def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        values, indices = inputs["x"].double().topk(case.shape["K"], dim=1)
+        return {"values": values, "indices": indices}
+
+    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        values, indices = inputs["x"].topk(case.shape["K"], dim=1)
+        return {"values": values, "indices": indices}
+
+    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        raise NotImplementedError("topk is exact: nothing is rounded")
+
+    def violations(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
+        import torch
+
+        x, values, indices = inputs["x"], actual["values"], actual["indices"]
+        rows, columns, k = case.shape.values()
+        ordered = values.sort(dim=1, descending=True).values.double()
+        inside = (indices >= 0) & (indices < columns)
+        places = torch.where(inside, indices, columns)
+        seen = torch.zeros(rows, columns + 1, dtype=torch.uint8, device=x.device).scatter_(1, places, 1)
+        distinct = int(seen[:, :columns].sum())
+        picked = x.gather(1, places.clamp_max(columns - 1))
+        integer = torch.int32 if DTYPES[case.dtype] == 4 else torch.int16
+        differs = picked.view(integer) != values.contiguous().view(integer)
+        return {
+            "values": float((ordered != expected["values"]).sum()),
+            "indices": float(rows * k - distinct + int((differs & inside).sum())),
+        }
+
+    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+        import torch
+
+        x = inputs["x"]
+        rows, columns, _k = case.shape.values()
+        order, back = permutation(rows, generator, x)
+        shift = random_index(columns, generator)
+        exponents = torch.randint(1, MAX_EXPONENT + 1, (rows, 1), generator=generator, device=generator.device)
+        scale = exponents.double().exp2_().to(x)
+
+        def undo(outputs: Tensors) -> Tensors:
+            indices = outputs["indices"]
+            inside = (indices >= 0) & (indices < columns)
+            # An index outside the row stays outside: it must not become right.
+            moved = torch.where(inside, (indices - shift) % columns, indices)
+            return {
+                "values": (outputs["values"] / scale).index_select(0, back),
+                "indices": moved.index_select(0, back),
+            }
+
+        return {"x": x.index_select(0, order).roll(shift, dims=1).mul_(scale)}, undo
+
+    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+        rows, columns, _k = case.shape.values()
+        x = inputs["x"].clone()
+        row, column = random_index(rows, generator), random_index(columns, generator)
+        largest = float(x[row].max())
+        if float(x[row, column]) == largest:
+            column = int(x[row].argmin())
+        # Infinite when the row has infinities: one more of them, and never as many as k before.
+        x[row, column] = 2 * abs(largest) + 1
+        return {"x": x}
+
+    def flops(self, case: KernelCase) -> float:
+        rows, columns, _k = case.shape.values()
+        return float(rows * columns)
+
+
+def with_infinities(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
+    """`x` with -inf in a quarter of the places and at most k // 2 times +inf in every row. Changes `x`."""
+    import torch
+
+    rows, columns = x.shape
+    x.masked_fill_(uniform((rows, columns), generator) < 0.25, float("-inf"))
+    where = torch.randint(columns, (rows, k // 2), generator=generator, device=x.device)
+    return x.scatter_(1, where, float("inf"))

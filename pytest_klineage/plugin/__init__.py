@@ -1,0 +1,34 @@
+"""The pytest plugin, which pytest finds by its entry point. Importing it loads neither torch nor the gate."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
+from pytest_klineage.plugin.hooks import Hooks
+from pytest_klineage.plugin.markers import MARKER_LINE, pytest_pycollect_makeitem
+from pytest_klineage.plugin.options import add_options
+from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
+
+__all__ = [
+    "kernel_gate",
+    "klineage_case",
+    "klineage_session",
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_pycollect_makeitem",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register options and ini keys."""
+    add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and this process's state; check the names in options before anything is collected."""
+    config.addinivalue_line("markers", MARKER_LINE)
+    session = config.stash[SESSION_KEY] = KlineageSession(config)
+    if session.settings.given:
+        session.check()
+    config.pluginmanager.register(Hooks(session), "klineage-hooks")

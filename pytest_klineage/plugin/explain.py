@@ -1,0 +1,54 @@
+"""A verdict in words, for the test that it fails: what was found, the figures, the logs (bounded), the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pytest_klineage.records import Reason, Status, Verdict
+from pytest_klineage.report.advice import next_step
+from pytest_klineage.report.tables import milliseconds, speedup_text
+
+LOG_LINES = 30
+LOG_COLUMNS = 200
+
+
+def explain(verdict: Verdict) -> str:
+    """Several lines of plain text; the first says what happened to which kernel on which case."""
+    name = f"kernel {verdict.label!r}" if verdict.label else "the kernel"
+    lines = [f"{name} is not accepted on {verdict.case.id}: {verdict.status.value.replace('_', ' ')}"]
+    for reason in verdict.reasons:
+        lines += _reason(reason)
+    if verdict.timing is not None:
+        timing = verdict.timing
+        lines.append(
+            f"  timing: reference {milliseconds(timing.reference_ms)} ms, "
+            f"kernel {milliseconds(timing.candidate_ms)} ms, "
+            f"speedup {speedup_text(verdict)}, required {verdict.case.at_least:g}x"
+        )
+    lines.append(f"  next: {next_step(verdict.code)}")
+    if verdict.status in (Status.BUILD_ERROR, Status.TIMEOUT) and verdict.build is not None:
+        lines += _log("the compiler said", verdict.build.log, keep_end=False)
+    lines += _log("the kernel printed", verdict.log, keep_end=True)
+    return "\n".join(lines)
+
+
+def _reason(reason: Reason) -> Iterator[str]:
+    yield f"  {reason.code.value}: {reason.message}"
+    if reason.evidence:
+        yield "    " + ", ".join(f"{key} = {_figure(value)}" for key, value in reason.evidence.items())
+
+
+def _figure(value: float | int | str | bool) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _log(title: str, text: str, *, keep_end: bool) -> list[str]:
+    """A log's beginning (a compiler's first error is the one that matters) or its end, bounded."""
+    lines = [line[:LOG_COLUMNS] for line in text.splitlines() if line.strip()]
+    if not lines:
+        return []
+    left_out = len(lines) - LOG_LINES
+    note = [f"    | ... {left_out} more lines"] if left_out > 0 else []
+    kept = lines[-LOG_LINES:] if keep_end else lines[:LOG_LINES]
+    shown = [f"    | {line}" for line in kept]
+    return [f"  {title}:", *(note + shown if keep_end else shown + note)]

@@ -1,0 +1,110 @@
+"""Hooks that carry verdicts from tests to the run store and the terminal. In every process, idle until used."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_klineage.plugin.benchmark import install_timers
+from pytest_klineage.plugin.markers import CASE_KEY
+
+if TYPE_CHECKING:
+    from pytest_klineage.plugin.ledger import Ledger
+    from pytest_klineage.plugin.session import KlineageSession
+
+REPORT_ATTRIBUTE = "klineage"
+"""Where a test report carries its verdicts, as plain data: only that survives the way from an xdist worker."""
+
+
+class Hooks:
+    """pytest's hooks for one process."""
+
+    def __init__(self, session: KlineageSession) -> None:
+        self.session = session
+        self._ledger: Ledger | None = None
+        if not session.is_worker:
+            # At once, not with the test's report: an interrupted test makes no report, and its verdicts are data.
+            session.write_with(lambda nodeid, verdict: self.ledger.add(nodeid, verdict))
+
+    def pytest_report_header(self) -> str | None:
+        """One line, only when the user asked for something."""
+        if not self.session.settings.given:
+            return None
+        settings = self.session.settings
+        said = [f"platform={self.session.platform}", f"mode={settings.mode}"]
+        said += [f"{name}={settings.gate[key]}" for name, key in (("policy", "policy"),) if key in settings.gate]
+        if "method" in settings.given:
+            said.append(f"methods={','.join(settings.methods)}")
+        if self._distributed() and settings.progress != "off":
+            said.append("(no live progress with -n)")
+        return f"klineage: {' '.join(said)}"
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Count what is ours, and prepare the export through pytest-benchmark."""
+        self.session.num_cases = sum(1 for item in items if CASE_KEY in item.stash)
+        if self.session.num_cases:
+            install_timers(config, items)
+
+    def pytest_report_collectionfinish(self) -> str | None:
+        """One line when kernels will be judged."""
+        count = self.session.num_cases
+        if not count:
+            return None
+        return f"klineage: {count} kernel {'case' if count == 1 else 'cases'} on {self.session.platform}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the verdicts of this phase on its report."""
+        report = yield
+        verdicts = self.session.take_pending()
+        if verdicts:
+            setattr(report, REPORT_ATTRIBUTE, verdicts)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write down what a worker sent. In a process without workers the verdicts were written when they were made."""
+        if not self.session.is_worker and hasattr(report, "node"):
+            entries: list[dict[str, Any]] = getattr(report, REPORT_ATTRIBUTE, [])
+            if entries:
+                self.ledger.add_plain(entries)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """End the gate and close the run store; records that could not be written make a good exit status a bad one."""
+        self.session.close()
+        if self.session.is_worker or (self._ledger is None and self.session.settings.json is None):
+            return
+        self.ledger.finish()
+        if self.ledger.problems and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The speedup table, its mean, and where the records are."""
+        if self.session.is_worker or self._ledger is None:
+            return
+        from pytest_klineage.plugin.terminal import write_summary
+
+        write_summary(terminalreporter, self._ledger, self.session.config.invocation_params.dir)
+
+    def pytest_unconfigure(self) -> None:
+        """End the gate even when the session never finished."""
+        self.session.close()
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where this run's verdicts go; made with the first of them."""
+        if self._ledger is None:
+            from pytest_klineage.plugin.ledger import Ledger
+
+            self._ledger = Ledger(self.session)
+        return self._ledger
+
+    def _distributed(self) -> bool:
+        """Whether pytest-xdist hands the tests to other processes."""
+        return self.session.config.pluginmanager.hasplugin("dsession")

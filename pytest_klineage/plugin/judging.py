@@ -1,0 +1,156 @@
+"""What the fixture `kernel_gate` returns: judge a kernel, keep the verdict, and turn it into the test's outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+import pytest
+
+from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
+from pytest_klineage.plugin.benchmark import export
+from pytest_klineage.plugin.explain import explain
+from pytest_klineage.plugin.markers import case_of
+from pytest_klineage.plugin.session import KlineageSession
+from pytest_klineage.records import KernelCase, KernelSource, Status, Surface, Verdict
+from pytest_klineage.surfaces import read_source
+
+Scalar: TypeAlias = str | float
+Kernel: TypeAlias = str | Path | KernelSource
+
+MESSAGE_LIMIT = 4_000
+"""Characters of a fault's message, which may hold the last words of a process."""
+
+
+class KernelGate:
+    """Judges kernels for one test. Calling it returns the verdict, or ends the test in gate mode when it is bad."""
+
+    def __init__(self, session: KlineageSession, request: pytest.FixtureRequest) -> None:
+        self.session = session
+        self._request = request
+        self._item: pytest.Item = request.node
+
+    @property
+    def case(self) -> KernelCase:
+        """The case of the test's marker. Raises UsageError without one."""
+        case = case_of(self._item)
+        if case is None:
+            raise UsageError("this test has no kernel_case marker; add one, or pass case= to kernel_gate")
+        return case
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        *,
+        entry: str | None = None,
+        surface: str | None = None,
+        flags: Sequence[str] = (),
+        also: Sequence[str | Path] = (),
+        case: KernelCase | None = None,
+        against: Kernel | None = None,
+        label: str = "",
+    ) -> Verdict:
+        """Judge `kernel`: a file (relative to the test's own), "package.module:function", or a KernelSource.
+
+        entry: exported symbol or function, "run" by default. surface: the language, when the suffix does not say it.
+        flags: build flags. also: files that the first includes. case: instead of the marker's.
+        against: another kernel that takes the place of the reference. label: what tables call the kernel.
+        """
+        __tracebackhide__ = True
+        trouble: KlineageError
+        try:
+            chosen = case if case is not None else self.case
+            source = self._source(kernel, surface, entry, flags, also, label)
+            rival = None if against is None else self._source(against, None, None, (), (), "")
+            verdict = self._judge(chosen, source, rival)
+        except KlineageError as error:
+            trouble = error
+        else:
+            self._keep(verdict)
+            self._settle(verdict)
+            return verdict
+        give_up(trouble)  # outside of the handler, so that pytest shows the message without the chain of exceptions
+
+    def _source(
+        self,
+        kernel: Kernel,
+        surface: str | None,
+        entry: str | None,
+        flags: Sequence[str],
+        also: Sequence[str | Path],
+        label: str,
+    ) -> KernelSource:
+        if isinstance(kernel, KernelSource):
+            return kernel
+        if isinstance(flags, str):
+            raise UsageError(f"flags= is a sequence of strings, got the string {flags!r}")
+        return read_source(
+            self._located(kernel),
+            surface=surface.value if isinstance(surface, Surface) else surface,
+            entry=entry,
+            flags=tuple(flags),
+            label=label,
+            also=tuple(self._located(path) for path in also),
+        )
+
+    def _located(self, path: str | Path) -> str | Path:
+        """A path relative to the test's own file; "module:function" as it is."""
+        if isinstance(path, str) and ":" in path and not Path(path).suffix:
+            return path
+        located = self._item.path.parent / path
+        return path if isinstance(path, str) and ":" in path and not located.exists() else located
+
+    def _judge(self, case: KernelCase, source: KernelSource, rival: KernelSource | None) -> Verdict:
+        progress = self.session.progress
+        if progress is not None:
+            progress.begin(f"{case.id} {source.label}".rstrip())
+        try:
+            return self.session.gate.judge(case, source, reference_source=rival)
+        finally:
+            if progress is not None:
+                progress.end()
+
+    def _keep(self, verdict: Verdict) -> None:
+        self._item.user_properties.extend(scalars(verdict).items())
+        self.session.remember(self._item.nodeid, verdict)
+        export(self._request, verdict)
+
+    def _settle(self, verdict: Verdict) -> None:
+        __tracebackhide__ = True
+        if self.session.mode == "record" or verdict.ok:
+            return
+        if verdict.status is Status.SKIPPED:
+            pytest.skip(f"klineage: {verdict.code.value}: {verdict.reasons[0].message}")
+        pytest.fail(explain(verdict), pytrace=False)
+
+
+def give_up(trouble: KlineageError) -> NoReturn:
+    """End the test without a verdict: skip it for want of a dependency, fail it for misuse or a fault of the harness."""
+    __tracebackhide__ = True
+    if isinstance(trouble, MissingDependency):
+        pytest.skip(f"klineage: {trouble}")
+    if isinstance(trouble, UsageError):
+        pytest.fail(f"klineage: {trouble}", pytrace=False)
+    message = f"klineage: the harness failed, which says nothing about the kernel: {trouble}"
+    pytest.fail(message[:MESSAGE_LIMIT], pytrace=False)
+
+
+def scalars(verdict: Verdict) -> dict[str, Scalar]:
+    """The figures of a verdict that fit into JUnit properties."""
+    found: dict[str, Scalar] = {
+        "klineage_case": verdict.case.id,
+        "klineage_kernel": verdict.label,
+        "klineage_status": verdict.status.value,
+        "klineage_code": verdict.code.value,
+    }
+    if verdict.timing is not None:
+        interval = verdict.timing.speedup
+        found |= {
+            "klineage_speedup": interval.estimate,
+            "klineage_speedup_low": interval.low,
+            "klineage_speedup_high": interval.high,
+            "klineage_reference_ms": verdict.timing.reference_ms,
+            "klineage_candidate_ms": verdict.timing.candidate_ms,
+        }
+    return found

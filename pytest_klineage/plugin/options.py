@@ -1,0 +1,207 @@
+"""Command-line options and their ini twins: one table, one precedence (command line, then ini, then default).
+
+Nothing here imports the gate: whether a platform, policy or method exists is checked when the settings are first used.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+Parser: TypeAlias = Callable[[str], Any]
+
+MODES = ("gate", "record")
+PROGRESS = ("auto", "on", "off")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option: `--klineage-<name>` and the ini key `klineage_<name>`. Absent on both sides it is None."""
+
+    name: str
+    metavar: str
+    parse: Parser
+    help: str
+    repeatable: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--klineage-{self.name}"
+
+    @property
+    def key(self) -> str:
+        """Name of the ini key, and of the attribute of `config.option`."""
+        return f"klineage_{self.name.replace('-', '_')}"
+
+
+def one_of(*names: str) -> Parser:
+    """A parser that takes one of some words."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of: {', '.join(names)}")
+        return text
+
+    return parse
+
+
+def number(kind: type[int] | type[float], least: float, *, above: bool = False, below: float | None = None) -> Parser:
+    """A parser that takes a number at least (or above) `least`, and below `below`."""
+    bound = f"{'above' if above else 'at least'} {least:g}" + (f" and below {below:g}" if below is not None else "")
+    what = "a whole number" if kind is int else "a number"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        if not (value > least if above else value >= least) or (below is not None and value >= below):
+            raise argparse.ArgumentTypeError(f"{text} must be {bound}")
+        return value
+
+    return parse
+
+
+def word(text: str) -> str:
+    """A parser that takes anything but nothing."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
+OPTIONS = (
+    Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
+    Option(
+        "mode", "gate|record", one_of(*MODES), "gate: a bad kernel fails its test. record: it is data. (default: gate)"
+    ),
+    Option("policy", "NAME", word, "Timing policy that decides: paired or paper (default: paired)"),
+    Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
+    Option("margin", "X", number(float, 0, below=1), "How much slower than required still passes (default: 0.05)"),
+    Option(
+        "precision", "X", number(float, 0, above=True, below=1),
+        "Stop timing when the interval is this narrow, as a half-width relative to the speedup (default: 0.01)",
+    ),
+    Option(
+        "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.95)"
+    ),
+    Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
+    Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
+    Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
+    Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
+    Option("run", "NAME", word, "Name of this run, for its run store"),
+    Option("build-timeout", "SECONDS", number(float, 0, above=True), "Longest build of one kernel (default: 120)"),
+    Option("run-timeout", "SECONDS", number(float, 0, above=True), "Longest single call of a kernel (default: 30)"),
+    Option(
+        "method", "NAME", word, "Whose kernels the suites judge, such as expert or naive; repeatable (default: expert)",
+        repeatable=True,
+    ),
+    Option(
+        "progress", "auto|on|off", one_of(*PROGRESS),
+        "Live progress of long judgements. auto: one line on a terminal, a line now and then elsewhere, none with -n."
+        " on: the same, without waiting. (default: auto)",
+    ),
+    Option("json", "PATH", word, "Write all records and the summary of this run to PATH as one JSON file"),
+)  # fmt: skip
+
+GATE_KEYS = {
+    "policy": "policy",
+    "also-policy": "also_policies",
+    "margin": "margin",
+    "precision": "precision",
+    "confidence": "confidence",
+    "time-limit": "time_limit_s",
+    "seeds": "seeds",
+    "threads": "threads",
+    "cache-dir": "cache_dir",
+    "build-timeout": "build_timeout_s",
+    "run-timeout": "run_timeout_s",
+}
+"""Options that are settings of the gate, and what the gate calls them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The options in force."""
+
+    platform: str
+    """As the user wrote it; "auto" is resolved when the gate is needed."""
+    mode: str
+    results: Path
+    run_name: str
+    methods: tuple[str, ...]
+    progress: str
+    json: Path | None
+    gate: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for GateSettings: only what the user gave."""
+    given: tuple[str, ...] = ()
+    """Names of the options that the user gave, on the command line or in the ini file."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register every option and its ini twin. Defaults are None, or the ini file would never win."""
+    group = parser.getgroup("klineage", "gate for kernels (pytest-klineage)")
+    for option in OPTIONS:
+        group.addoption(
+            option.flag,
+            dest=option.key,
+            metavar=option.metavar,
+            type=option.parse,
+            action="append" if option.repeatable else "store",
+            default=None,
+            help=option.help,
+        )
+        parser.addini(option.key, option.help, type="args" if option.repeatable else "string", default=None)
+
+
+def option_value(config: pytest.Config, option: Option) -> Any:
+    """An option's value: command line, else ini file, else None. Raises pytest.UsageError for a bad ini value."""
+    given = config.getoption(option.key)
+    if given is not None:
+        return given
+    written = config.getini(option.key)
+    if written is None:
+        return None
+    try:
+        return [option.parse(item) for item in written] if option.repeatable else option.parse(written)
+    except argparse.ArgumentTypeError as error:
+        raise pytest.UsageError(f"{option.key} in {config.inipath}: {error}") from None
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """All settings in force. Raises pytest.UsageError."""
+    values = {option.name: option_value(config, option) for option in OPTIONS}
+    given = tuple(name for name, value in values.items() if value is not None)
+    gate = {GATE_KEYS[name]: values[name] for name in given if name in GATE_KEYS}
+    if "also_policies" in gate:
+        gate["also_policies"] = tuple(gate["also_policies"])
+    if "cache_dir" in gate:
+        gate["cache_dir"] = _path(config, "cache-dir", values["cache-dir"])
+    return Settings(
+        platform=values["platform"] or "auto",
+        mode=values["mode"] or "gate",
+        results=_path(config, "results", values["results"] or str(config.rootpath / "results")),
+        run_name=values["run"] or "",
+        methods=_unique(values["method"] or ["expert"]),
+        progress=values["progress"] or "auto",
+        json=_path(config, "json", values["json"]) if values["json"] else None,
+        gate=gate,
+        given=given,
+    )
+
+
+def _path(config: pytest.Config, name: str, text: str) -> Path:
+    """A path from the command line is relative to where pytest was started, one from the ini file to the ini file."""
+    key = next(option.key for option in OPTIONS if option.name == name)
+    from_ini = config.getoption(key) is None
+    base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
+    return (base / Path(text).expanduser()).absolute()
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,115 @@
+"""State of one pytest process: settings, the gate (started once, on demand), verdicts on their way to a report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from pytest_klineage.errors import KlineageError
+from pytest_klineage.plugin.options import Settings, read_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pytest_klineage.gate import Gate, GateSettings
+    from pytest_klineage.plugin.progress import ProgressLine
+    from pytest_klineage.records import Verdict
+
+SESSION_KEY = pytest.StashKey["KlineageSession"]()
+
+
+class KlineageSession:
+    """State of the plugin in one process. `config.stash[SESSION_KEY]` holds it; making one costs nothing."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.settings: Settings = read_settings(config)
+        self.num_cases = 0
+        self._gate: Gate | None = None
+        self._gate_settings: GateSettings | None = None
+        self._platform = ""
+        self._progress: ProgressLine | None = None
+        self._pending: list[dict[str, Any]] = []
+        self._write: Callable[[str, Verdict], None] | None = None
+
+    @property
+    def mode(self) -> str:
+        """ "gate" or "record"."""
+        return self.settings.mode
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names given with --klineage-method, in the user's order."""
+        return self.settings.methods
+
+    @property
+    def is_worker(self) -> bool:
+        """True inside a process that pytest-xdist started."""
+        return hasattr(self.config, "workerinput")
+
+    @property
+    def platform(self) -> str:
+        """Canonical name of the platform; "auto" is resolved on first use. Raises UnknownName."""
+        if not self._platform:
+            from pytest_klineage.gate import resolve_platform
+
+            self._platform = resolve_platform(self.settings.platform)
+        return self._platform
+
+    @property
+    def gate_settings(self) -> GateSettings:
+        """The gate's settings. Raises UsageError for values that the gate refuses."""
+        if self._gate_settings is None:
+            from pytest_klineage.gate import GateSettings
+
+            self._gate_settings = GateSettings(**self.settings.gate)
+        return self._gate_settings
+
+    @property
+    def gate(self) -> Gate:
+        """The gate of this process, started on first use and closed when the session ends."""
+        if self._gate is None:
+            from pytest_klineage.gate import Gate
+
+            self._gate = Gate(self.platform, self.gate_settings, progress=self.progress)
+        return self._gate
+
+    @property
+    def progress(self) -> ProgressLine | None:
+        """Where live progress goes, or None when there is none."""
+        if self._progress is None:
+            from pytest_klineage.plugin.progress import make_progress
+
+            self._progress = make_progress(self.config, self.settings.progress)
+        return self._progress
+
+    def check(self) -> None:
+        """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""
+        try:
+            _ = self.platform, self.gate_settings
+        except KlineageError as error:
+            raise pytest.UsageError(str(error)) from None
+
+    def write_with(self, write: Callable[[str, Verdict], None]) -> None:
+        """Hand every verdict to `write` at once: for the process that owns the run store."""
+        self._write = write
+
+    def remember(self, nodeid: str, verdict: Verdict) -> None:
+        """Write a verdict down where this process can, and keep it for the report of the test."""
+        from pytest_klineage.records import to_plain
+
+        if self._write is not None:
+            self._write(nodeid, verdict)
+        self._pending.append({"nodeid": nodeid, "verdict": to_plain(verdict)})
+
+    def take_pending(self) -> list[dict[str, Any]]:
+        """Verdicts since the last call, as plain data."""
+        taken, self._pending = self._pending, []
+        return taken
+
+    def close(self) -> None:
+        """End the gate's processes; a second call does nothing."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()

@@ -1,0 +1,62 @@
+"""KernelCase: what is to be computed, at which size and type, and which implementation it is compared with."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeAlias
+
+import msgspec
+
+from pytest_klineage.errors import UsageError
+
+Option: TypeAlias = bool | int | float | str
+
+DTYPES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4}
+"""Short names of data types and their size in bytes."""
+
+
+class LibraryPolicy(StrEnum):
+    """What to do with a candidate whose work is done by a library or by the framework."""
+
+    FORBID = "forbid"
+    """Reject it: the case asks for a kernel (default)."""
+    LABEL = "label"
+    """Judge it, and say so in the verdict."""
+    ALLOW = "allow"
+    """Judge it like any kernel."""
+
+
+class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One operator at one shape and data type against one reference. Build it with `operators.make_case`."""
+
+    operator: str
+    """Name of the operator, such as "gemm"."""
+    shape: dict[str, int]
+    """Size of every named axis, in the operator's order."""
+    dtype: str
+    """Short name of the main data type, a key of DTYPES."""
+    reference: str
+    """Name of the implementation that decides what is fast, such as "torch"."""
+    options: dict[str, Option] = {}
+    """The operator's options that differ from their defaults, such as {"causal": True}."""
+    at_least: float = 1.0
+    """The speedup over the reference that the kernel must reach, up to the gate's margin."""
+    library: LibraryPolicy = LibraryPolicy.FORBID
+    also_shapes: tuple[dict[str, int], ...] = ()
+    """Further shapes at which the kernel must be right; they are not timed."""
+
+    def __post_init__(self) -> None:
+        if self.at_least <= 0:
+            raise UsageError(f"at_least must be positive, got {self.at_least}")
+
+    @property
+    def id(self) -> str:
+        """Stable name for tables and test ids, such as "gemm-4096x4096x4096-bf16"."""
+        parts = [self.operator, "x".join(str(size) for size in self.shape.values()), self.dtype]
+        for name, value in sorted(self.options.items()):
+            parts.append(name if value is True else f"{name}={value}" if not isinstance(value, str) else value)
+        return "-".join(parts)
+
+    def at_shape(self, shape: dict[str, int]) -> KernelCase:
+        """The same case at another shape, without further shapes."""
+        return msgspec.structs.replace(self, shape=shape, also_shapes=())

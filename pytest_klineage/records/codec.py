@@ -1,0 +1,53 @@
+"""Records to JSON and back, with the schema version checked, and their JSON Schema."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from pytest_klineage.errors import BadRecord
+from pytest_klineage.records.verdict import SCHEMA_VERSION
+
+T = TypeVar("T")
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int | None = None
+
+
+def to_json(record: msgspec.Struct) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(record)
+
+
+def from_json(data: bytes | str, kind: type[T]) -> T:
+    """Decode a record. Raises BadRecord with the reason, or with both schema versions when they differ."""
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+        if version is not None and version != SCHEMA_VERSION:
+            raise BadRecord(
+                f"this {kind.__name__} has schema version {version}; this pytest-klineage reads {SCHEMA_VERSION}. "
+                "Read it with the version that wrote it."
+            )
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise BadRecord(f"not a valid {kind.__name__}: {error}") from error
+
+
+def to_plain(record: msgspec.Struct) -> Any:
+    """Dicts, lists and scalars only, for xdist and for JUnit."""
+    return msgspec.to_builtins(record)
+
+
+def from_plain(data: Any, kind: type[T]) -> T:
+    """The inverse of to_plain. Raises BadRecord."""
+    try:
+        return msgspec.convert(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise BadRecord(f"not a valid {kind.__name__}: {error}") from error
+
+
+def json_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """JSON Schema (2020-12) of a record."""
+    return msgspec.json.schema(kind)

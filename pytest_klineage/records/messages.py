@@ -1,0 +1,274 @@
+"""The messages that cross process boundaries: judge to oracle, judge to template, oracle to worker. Plain data only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.signature import Arena
+from pytest_klineage.records.verdict import Check, Code, Reason
+
+CANDIDATE_FRAME_BYTES = 64 * 1024
+"""The longest frame that is read from an untrusted worker."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process loads: a built kernel, or a reference."""
+
+    surface: str
+    """A surface, or "reference"."""
+    artifact: str = ""
+    """Path of the built kernel."""
+    entry: str = ""
+    module: str = ""
+    case: KernelCase | None = None
+    platform: str = "cpu"
+    workdir: str = ""
+    """Private directory, the only one the worker may write to."""
+    read_paths: tuple[str, ...] = ()
+    """Directories beside the interpreter's own that the worker may read."""
+    threads: int = 1
+    sandbox: bool = True
+    allow_processes: bool = False
+    refuse_framework: bool = False
+    """Make every framework operation that computes raise."""
+
+
+# --- oracle to worker -------------------------------------------------------------------------------------------------
+
+
+class Map(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Map an arena; its memory comes as a file descriptor beside this message."""
+
+    arena: Arena
+
+
+class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run the kernel once on one slot of one arena."""
+
+    arena: int
+    slot: int
+    nonce: int
+
+
+class Again(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Copy what the last call returned into its slot once more; answered by Done."""
+
+    arena: int
+    slot: int
+    nonce: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the worker."""
+
+
+ToWorker = Map | Run | Again | Stop
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel is loaded and can be run."""
+
+    containment: tuple[str, ...] = ()
+    settings: dict[str, str] = {}
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel cannot be loaded."""
+
+    code: Code
+    message: str
+
+
+class Mapped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The arena is mapped at this address of the worker."""
+
+    address: int
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel's call has returned."""
+
+    nonce: int
+    elapsed_ns: int
+
+
+class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that the kernel returned instead of writing into the output it was given."""
+
+    address: int
+    num_bytes: int
+    strides: tuple[int, ...]
+
+
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The outputs lie in the arena."""
+
+    nonce: int
+    tensors: tuple[ReturnedTensor, ...] = ()
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The kernel did not produce outputs."""
+
+    nonce: int
+    code: Code
+    message: str
+
+
+FromWorker = Loaded | LoadFailed | Mapped | Returned | Done | Failed
+
+
+# --- judge to oracle --------------------------------------------------------------------------------------------------
+
+
+class OpenCase(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Make inputs and expected outputs for a case. `secret` seeds every random number."""
+
+    case: KernelCase
+    secret: str
+    seeds: int
+    flush_bytes: int
+    threads: int
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Take over the channel (beside this message) of a worker that was just started."""
+
+    role: str
+    deadline_s: float
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Let go of a worker."""
+
+    role: str
+
+
+class CheckRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run the check with this index on a worker and compare its outputs with the oracle's."""
+
+    role: str
+    index: int
+    deadline_s: float
+    defences: frozenset[str]
+
+
+class TimeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run each role in `order` once per repetition, on inputs that are new every time and the same for both."""
+
+    order: tuple[str, ...]
+    reps: int
+    deadline_s: float
+    defences: frozenset[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the oracle."""
+
+
+ToOracle = OpenCase | Attach | Detach | CheckRequest | TimeRequest | Shutdown
+
+
+class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
+    """One check that the oracle has inputs for."""
+
+    regime: str
+    shape: dict[str, int] = {}
+
+
+class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The case is ready."""
+
+    checks: tuple[PlannedCheck, ...]
+    findings: tuple[str, ...]
+    """Why the case cannot be scored; empty when it can."""
+    flops: float
+    min_bytes: float
+    seconds: float
+    settings: dict[str, str]
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The worker has loaded its kernel and mapped the arenas."""
+
+    containment: tuple[str, ...] = ()
+    settings: dict[str, str] = {}
+
+
+class Problem(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A worker failed; the reasons are findings about it. `gone` when its channel is closed."""
+
+    role: str
+    reasons: tuple[Reason, ...]
+    gone: bool = False
+    checks: tuple[Check, ...] = ()
+
+
+class Checked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The outputs of one check, compared. `reasons` is empty when the worker passed."""
+
+    checks: tuple[Check, ...]
+    reasons: tuple[Reason, ...] = ()
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One timed call: the worker's own clock and the oracle's."""
+
+    role: str
+    elapsed_ns: int
+    wall_ns: int
+
+
+class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The samples of one request. `reasons` is empty when every output was right."""
+
+    samples: tuple[Sample, ...]
+    reasons: tuple[Reason, ...] = ()
+
+
+class OracleFault(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The oracle itself could not do what was asked."""
+
+    kind: str
+    message: str
+
+
+FromOracle = Opened | Attached | Problem | Checked | Timed | OracleFault
+
+
+# --- judge to template ------------------------------------------------------------------------------------------------
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Fork a worker. Beside this message: its channel and the pipe for what it prints."""
+
+    job: Job
+
+
+class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """End a worker and everything it started, and say how it ended."""
+
+    worker: int
+    grace_s: float = 0.0
+    """How long to wait for it to end by itself."""
+
+
+ToTemplate = Spawn | End
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    worker: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """How a worker ended: by itself with an exit status, by a signal, or by our hand."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+    killed: bool = False
+    libraries: tuple[str, ...] = ()
+    """Shared libraries that it had mapped and the template had not."""
+
+
+FromTemplate = Spawned | Ended

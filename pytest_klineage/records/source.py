@@ -1,0 +1,56 @@
+"""KernelSource: the files of one kernel, its entry point and its build flags, with a digest over all of them."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+
+import msgspec
+
+
+class Surface(StrEnum):
+    """The language a kernel is written in, as far as building and calling it differ."""
+
+    CPP = "cpp"
+    CUDA = "cuda"
+    TRITON = "triton"
+    TILELANG = "tilelang"
+    PYTHON = "python"
+
+
+SUFFIXES = {".cpp": Surface.CPP, ".cc": Surface.CPP, ".cxx": Surface.CPP, ".cu": Surface.CUDA, ".py": Surface.PYTHON}
+"""Which surface a file's suffix means when the user does not say."""
+
+
+class SourceFile(msgspec.Struct, frozen=True):
+    """One file of a kernel: its name without directories, and its text."""
+
+    name: str
+    text: str
+
+
+class KernelSource(msgspec.Struct, frozen=True, kw_only=True):
+    """The complete source of one kernel. Two sources with one digest are the same kernel."""
+
+    surface: Surface
+    files: tuple[SourceFile, ...]
+    """The first file is the one that is compiled or imported; the others lie beside it."""
+    entry: str
+    """Exported symbol (cpp, cuda) or function name (python, triton, tilelang)."""
+    flags: tuple[str, ...] = ()
+    """Build flags; only those on the surface's allow-list are accepted."""
+    module: str = ""
+    """For the python surface: an importable module to gate instead of files."""
+    label: str = ""
+    """What people call it in tables; not part of the digest."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over surface, files, entry, flags and module, in hexadecimal."""
+        content = (self.surface, self.files, self.entry, self.flags, self.module)
+        return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+
+    @property
+    def main(self) -> SourceFile | None:
+        """The file that is compiled or imported; None for an installed module."""
+        return self.files[0] if self.files else None

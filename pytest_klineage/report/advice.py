@@ -1,0 +1,48 @@
+"""What to do next about a verdict: one short step per status, and per reason code where it helps. No formatting."""
+
+from __future__ import annotations
+
+from pytest_klineage.records import Code, Status
+
+BY_STATUS = {
+    Status.ACCEPTED: "nothing to do",
+    Status.SLOWER: "profile the kernel, or lower at_least= of the case if less is enough",
+    Status.INCONCLUSIVE: "quieten the machine, raise --klineage-time-limit, or widen --klineage-margin",
+    Status.WRONG_VALUE: "compare with the operator's definition at a small shape; the evidence says where it differs",
+    Status.WRONG_SHAPE: "compare the outputs with the operator's signature: pytest-klineage cases",
+    Status.WRONG_DTYPE: "return the data type that the case names",
+    Status.CHEAT: "compute the result in every call, with nothing but the arguments",
+    Status.WRAPPER: "write the kernel itself, or say library='allow' on the case if a library call is what you want",
+    Status.BUILD_ERROR: "read the compiler's messages and build again",
+    Status.RUNTIME_ERROR: "run the kernel alone under a debugger or a sanitizer",
+    Status.TIMEOUT: "make sure that the kernel ends, then raise the time limit if it is honest work",
+    Status.SKIPPED: "run it where the platform and the packages are there: pytest-klineage doctor",
+}
+"""One entry for every status."""
+
+BY_CODE = {
+    Code.INCONCLUSIVE_TOO_FEW: "raise --klineage-time-limit: the kernel is slow for the pairs that are needed",
+    Code.NON_FINITE: "look for an overflow, a division by zero, or a maximum that was not subtracted",
+    Code.UNWRITTEN: "write every element of every output, edges and tails as well",
+    Code.INPUT_MUTATED: "copy what the kernel changes; inputs are read-only",
+    Code.OUT_OF_BOUNDS: "check tails and strides; build with -fsanitize=address and run the kernel alone",
+    Code.ALIASED_OUTPUT: "give each output memory of its own",
+    Code.REPLAY: "do not keep results between calls: every call has other contents at the same address",
+    Code.LATE_WORK: "finish all work before returning (join threads, use the stream that was handed in)",
+    Code.TOO_FAST: "less time than the data needs to move: some work was left out",
+    Code.FLAG_REFUSED: "use flags of the surface's allow-list: docs/reference/surfaces.md",
+    Code.SOURCE_MISSING: "check the path; it is relative to the test file",
+    Code.ENTRY_MISSING: 'export the function with extern "C" and the name given by entry=',
+    Code.BUILD_IO: "free some disk space, or set --klineage-cache-dir to a folder that can be written",
+    Code.RETURNED_ERROR: "the kernel refused the arguments; its own message says which",
+    Code.LOG_FLOOD: "remove the kernel's output",
+    Code.OUT_OF_MEMORY: "use less scratch memory",
+    Code.TIMEOUT_BUILD: "raise --klineage-build-timeout, or simplify the source",
+    Code.SKIPPED_DEPENDENCY: "run pytest-klineage doctor: it names the command that installs what is missing",
+}
+"""More precise than the status, where there is more to say."""
+
+
+def next_step(code: Code) -> str:
+    """What the author of a kernel should do about this reason."""
+    return BY_CODE.get(code) or BY_STATUS[code.status]

@@ -1,0 +1,177 @@
+"""Speedup tables as text: for a terminal (at most 100 columns) and as Markdown. Nothing is computed here."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from tabulate import tabulate
+
+from pytest_klineage.records import Status, Verdict
+from pytest_klineage.report.advice import next_step
+from pytest_klineage.report.aggregate import by_kernel, summarise
+from pytest_klineage.results import Run
+
+WIDTH = 100
+HEADERS = ("case", "kernel", "ref", "ref ms", "cand ms", "speedup", "status")
+ALIGNMENT = ("left", "left", "left", "right", "right", "left", "left")
+SHRINKABLE = ((1, 14), (0, 20), (2, 6), (1, 6))
+"""Columns that give way when a table is too wide, in turn, and what is left of each."""
+
+
+def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
+    """The speedup table for a terminal: one line per verdict, no line wider than `width`."""
+    if not verdicts:
+        return []
+    rows = _fitted([_row(verdict) for verdict in verdicts], width)
+    # The headers go in as a row: as headers they would be padded by two columns each.
+    rule = ["-" * size for size in _widths(rows)]
+    table = tabulate([HEADERS, rule, *rows], tablefmt="plain", colalign=ALIGNMENT, disable_numparse=True)
+    return [line.rstrip() for line in table.splitlines()]
+
+
+def summary_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """Geometric mean and coverage, one line for all kernels or one for each method."""
+    return [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
+
+
+def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
+    """Why a verdict is not a plain acceptance, and what to do about it; nothing for accepted kernels."""
+    lines: list[str] = []
+    for verdict in verdicts:
+        if verdict.status is Status.ACCEPTED:
+            continue
+        message = " ".join(verdict.reasons[0].message.split())
+        text = f"{_name(verdict)}: {verdict.code.value}: {message}"
+        lines += textwrap.wrap(textwrap.shorten(text, 3 * width, placeholder=" ..."), width, subsequent_indent="    ")
+        step = f"next: {next_step(verdict.code)}"
+        lines += textwrap.wrap(step, width, initial_indent="    ", subsequent_indent="    ")
+    return lines
+
+
+def terminal_report(run: Run, width: int = WIDTH) -> str:
+    """A run's table, mean and notes as they stand at the end of the test run."""
+    verdicts = [record.verdict for record in run.records]
+    lines = [*_heading(run), "", *table_lines(verdicts, width), "", *summary_lines(verdicts)]
+    notes = note_lines(verdicts, width)
+    lines += ["", *notes] if notes else []
+    lines += [f"warning: {warning}" for warning in run.warnings]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_report(run: Run) -> str:
+    """A run as a Markdown section: heading, provenance, table, mean and notes."""
+    verdicts = [record.verdict for record in run.records]
+    rows = [[_escaped(cell) for cell in _row(verdict)] for verdict in verdicts]
+    table = tabulate(rows, HEADERS, tablefmt="pipe", colalign=ALIGNMENT, disable_numparse=True) if rows else ""
+    heading, *provenance = _heading(run)
+    lines = [f"## {heading}", "", *(f"- {line}" for line in provenance), *_references(verdicts), "", table, ""]
+    lines += [f"**{line}**  " for line in summary_lines(verdicts)]
+    notes = [
+        f"- `{_escaped(_name(verdict))}`: `{verdict.code.value}`: {_escaped(verdict.reasons[0].message)}"
+        for verdict in verdicts
+        if verdict.status is not Status.ACCEPTED
+    ]
+    lines += ["", *notes] if notes else []
+    lines += ["", *(f"> {warning}" for warning in run.warnings)] if run.warnings else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def milliseconds(value: float) -> str:
+    """A time with about four significant digits, never in exponent form."""
+    if value >= 100:
+        return f"{value:.1f}"
+    return f"{value:.3f}" if value >= 1 else f"{value:.4f}"
+
+
+def ratio(value: float) -> str:
+    """A speedup with two digits behind the point, and with more where it is tiny."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def speedup_text(verdict: Verdict) -> str:
+    """A speedup with its interval, such as "3.42x [3.38, 3.46]"; "-" where nothing was measured that counts."""
+    if verdict.timing is None or not verdict.scored:
+        return "-"
+    interval = verdict.timing.speedup
+    return f"{ratio(interval.estimate)}x [{ratio(interval.low)}, {ratio(interval.high)}]"
+
+
+def _row(verdict: Verdict) -> list[str]:
+    timing = verdict.timing if verdict.scored else None
+    return [
+        verdict.case.id,
+        verdict.label or "-",
+        verdict.case.reference,
+        milliseconds(timing.reference_ms) if timing else "-",
+        milliseconds(timing.candidate_ms) if timing else "-",
+        speedup_text(verdict),
+        verdict.status.value,
+    ]
+
+
+def _fitted(rows: list[list[str]], width: int) -> list[list[str]]:
+    """Rows whose table is at most `width` wide, shortened in the columns of SHRINKABLE."""
+    for column, least in SHRINKABLE:
+        widths = _widths(rows)
+        excess = sum(widths) + 2 * (len(widths) - 1) - width
+        if excess <= 0:
+            break
+        size = max(least, widths[column] - excess)
+        rows = [[_elided(cell, size) if index == column else cell for index, cell in enumerate(row)] for row in rows]
+    return rows
+
+
+def _widths(rows: list[list[str]]) -> list[int]:
+    return [max(len(HEADERS[index]), *(len(row[index]) for row in rows)) for index in range(len(HEADERS))]
+
+
+def _elided(text: str, size: int) -> str:
+    """At most `size` characters: the middle gives way, because both ends of a case's name say something."""
+    if len(text) <= size:
+        return text
+    head = (size - 2 + 1) // 2
+    tail = size - 2 - head
+    return f"{text[:head]}..{text[len(text) - tail :]}"
+
+
+def _geomean(verdicts: Sequence[Verdict], label: str) -> str:
+    summary = summarise(verdicts)
+    whose = f" ({label})" if label else ""
+    skipped = f", {summary.skipped} skipped" if summary.skipped else ""
+    if summary.geomean is None:
+        return f"no geomean: 0 of {summary.judged} scored{skipped}{whose}"
+    return f"geomean {ratio(summary.geomean)}x over {summary.scored} of {summary.judged} scored{skipped}{whose}"
+
+
+def _name(verdict: Verdict) -> str:
+    return f"{verdict.case.id} {verdict.label}".rstrip()
+
+
+def _heading(run: Run) -> list[str]:
+    """What a reader must know before the numbers: where and when they were taken."""
+    machines = {record.verdict.machine.device for record in run.records if record.verdict.machine is not None}
+    policies = {record.verdict.timing.policy for record in run.records if record.verdict.timing is not None}
+    if run.info is None:
+        return [f"klineage: {run.path.name}"]
+    title = f"klineage: {run.info.name or run.path.name}, {run.info.platform}, {len(run.records)} verdicts"
+    facts: list[tuple[str, str]] = [("started", run.info.started_at)]
+    facts.append(("machine", ", ".join(sorted(machines)) or (run.info.machine.device if run.info.machine else "")))
+    facts.append(("timing policy", ", ".join(sorted(policies))))
+    return [title, *(f"{name}: {value}" for name, value in facts if value)]
+
+
+def _references(verdicts: Sequence[Verdict]) -> list[str]:
+    """One line per reference that was really used: its label with versions and flags."""
+    described: dict[str, None] = {}
+    for verdict in verdicts:
+        if verdict.reference:
+            facts = ", ".join(f"{key} {value}" for key, value in verdict.reference.items())
+            described.setdefault(f"- reference of {verdict.case.id}: {_escaped(facts)}")
+    return list(described)
+
+
+def _escaped(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

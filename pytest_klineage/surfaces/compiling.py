@@ -1,0 +1,92 @@
+"""Running a compiler: time limit, bounded log, content-addressed cache with atomic publication. Knows no language."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+from pytest_klineage.records import Build, Code
+from pytest_klineage.surfaces.base import Built, SurfaceFailure
+
+LOG_LIMIT = 8_000
+"""Characters of compiler output that a verdict keeps: enough for the first errors."""
+
+
+def digest_of(*parts: str | bytes) -> str:
+    """SHA-256 over several parts, each length-prefixed so that they cannot run into one another."""
+    state = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        state.update(len(data).to_bytes(8, "little") + data)
+    return state.hexdigest()
+
+
+def bounded(text: str, limit: int = LOG_LIMIT) -> str:
+    """The beginning of a text, with a note on how much was left out."""
+    if len(text) <= limit:
+        return text
+    return f"{text[:limit]}\n... {len(text) - limit} more characters"
+
+
+def cached(artifact: Path, digest: str, command: str, toolchain: str) -> Built | None:
+    """The artifact, when an earlier build has published it."""
+    if not artifact.exists():
+        return None
+    return Built(artifact=artifact, build=Build(digest=digest, command=command, toolchain=toolchain, cached=True))
+
+
+@contextlib.contextmanager
+def scratch(cache: Path):  # type: ignore[no-untyped-def]  # a generator's context manager; mypy infers it from here
+    """A private directory beside the cache, so that publishing is a rename on one file system."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix="build-", dir=cache))
+    except OSError as error:
+        raise SurfaceFailure(
+            Code.BUILD_IO, f"the build cache {cache} cannot be written ({error}); set --klineage-cache-dir"
+        ) from error
+    try:
+        yield directory
+    except OSError as error:
+        raise SurfaceFailure(Code.BUILD_IO, f"the build in {cache} failed: {error}") from error
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def compile_once(command: list[str], directory: Path, *, timeout_s: float) -> tuple[str, float]:
+    """Run a compiler in `directory`. Returns its log and the seconds it took; raises SurfaceFailure when it fails."""
+    started = time.monotonic()
+    log_path = directory / "compiler.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            env=compiler_environment(directory),
+        )  # fmt: skip
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise SurfaceFailure(
+                Code.TIMEOUT_BUILD, f"the compiler ran longer than {timeout_s:g} s; raise --klineage-build-timeout"
+            ) from None
+        finally:
+            # A compiler driver starts children; an interrupted test run must not leave them behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    with log_path.open("rb") as log:
+        text = bounded(log.read(LOG_LIMIT * 4).decode(errors="replace").replace(str(directory) + "/", ""))
+    if status:
+        raise SurfaceFailure(Code.COMPILE, f"the compiler ended with status {status}", log=text)
+    return text, time.monotonic() - started
+
+
+def compiler_environment(directory: Path) -> dict[str, str]:
+    """What a compiler needs and no more; variables such as CPATH would put unrecorded files into a build."""
+    return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": str(directory), "HOME": str(directory)}

@@ -1,0 +1,84 @@
+"""The cpp surface: C++17 with OpenMP, built by the system's compiler into a shared library of the native ABI."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import ClassVar
+
+from pytest_klineage.errors import MissingDependency
+from pytest_klineage.records import Build, Code, KernelSource, Surface
+from pytest_klineage.surfaces.base import Built, Loaded, SurfaceBackend, SurfaceFailure
+from pytest_klineage.surfaces.compiling import cached, compile_once, digest_of, scratch
+from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
+
+BASE_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=default")
+DEFAULT_FLAGS = ("-O3", "-fopenmp")
+ALLOWED_FLAGS = (
+    r"-O([0-3sg]|fast)?", r"-g", r"-std=(c|gnu)\+\+\d\d", r"-fopenmp(-simd)?", r"-m[a-z0-9.]+(=[\w.+-]+)?",
+    r"-f(no-)?[a-z][a-z0-9-]*", r"-D\w+(=[\w.+-]*)?", r"-W[a-z][a-z-]*", r"--param=[a-z-]+=\d+",
+)  # fmt: skip
+"""What a source may ask of the compiler. Anything that names a file, a library or a plugin is not here."""
+
+
+class CppBackend(SurfaceBackend):
+    """Builds one translation unit; further files lie beside it and may be included by name."""
+
+    surface: ClassVar[Surface] = Surface.CPP
+    platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    needs_torch: ClassVar[bool] = False
+
+    def build(self, source: KernelSource, cache: Path, *, timeout_s: float) -> Built:
+        flags = source.flags or DEFAULT_FLAGS
+        check_flags(flags)
+        if source.main is None:
+            raise SurfaceFailure(Code.SOURCE_MISSING, "a cpp kernel needs a source file")
+        compiler = find_compiler()
+        toolchain = compiler_version(compiler)
+        command = [compiler, *BASE_FLAGS, *flags, f"-I{INCLUDE_DIR}", source.main.name, "-o", "kernel.so"]
+        shown = shlex.join(["g++" if part == compiler else part for part in command if not part.startswith("-I")])
+        digest = digest_of(source.digest, HEADER.read_bytes(), toolchain, shown)
+        artifact = cache / "cpp" / digest / "kernel.so"
+        if (hit := cached(artifact, digest, shown, toolchain)) is not None:
+            return hit
+        with scratch(cache) as directory:
+            for file in source.files:
+                (directory / file.name).write_text(file.text)
+            log, seconds = compile_once(command, directory, timeout_s=timeout_s)
+            artifact.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(directory / "kernel.so", artifact)
+        build = Build(digest=digest, command=shown, toolchain=toolchain, seconds=seconds, log=log)
+        return Built(artifact=artifact, build=build)
+
+    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+        return NativeKernel(artifact, entry)
+
+
+def check_flags(flags: tuple[str, ...]) -> None:
+    """Raise SurfaceFailure for a flag that is not on the allow-list."""
+    for flag in flags:
+        if not any(re.fullmatch(pattern, flag) for pattern in ALLOWED_FLAGS):
+            raise SurfaceFailure(
+                Code.FLAG_REFUSED,
+                f"the compiler flag {flag!r} is not allowed; optimisation, -m, -f, -D, -W and -std flags without files are",
+            )
+
+
+def find_compiler() -> str:
+    """Path of the C++ compiler: $CXX when set, else g++, c++ or clang++. Raises MissingDependency."""
+    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    raise MissingDependency("a C++ compiler", "apt-get install g++   (or set CXX)")
+
+
+@functools.lru_cache
+def compiler_version(compiler: str) -> str:
+    """First line of `--version`."""
+    out = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    return out.partition("\n")[0].strip() or compiler

@@ -1,0 +1,103 @@
+"""The native ABI of include/klineage.h in ctypes: structs, and a bound call. Shared by every compiled surface."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from pytest_klineage.records import Code, Placement, Slot
+from pytest_klineage.surfaces.base import Invoke, Loaded, Memory, SurfaceFailure, data_address
+
+ABI_VERSION = 1
+MAX_DIMS = 8
+ERROR_BYTES = 512
+DTYPE_CODES = {"fp64": 1, "fp32": 2, "fp16": 3, "bf16": 4, "int64": 5, "int32": 6, "uint8": 7}
+INCLUDE_DIR = Path(__file__).parent / "include"
+HEADER = INCLUDE_DIR / "klineage.h"
+
+
+class CTensor(ctypes.Structure):
+    """klineage_tensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("num_dims", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * MAX_DIMS),
+        ("stride", ctypes.c_int64 * MAX_DIMS),
+    )
+
+
+class CScalar(ctypes.Structure):
+    """klineage_scalar."""
+
+    _fields_ = (("name", ctypes.c_char_p), ("value", ctypes.c_double))
+
+
+class CCall(ctypes.Structure):
+    """klineage_call."""
+
+    _fields_ = (
+        ("abi_version", ctypes.c_int32),
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("num_scalars", ctypes.c_int32),
+        ("inputs", ctypes.POINTER(CTensor)),
+        ("outputs", ctypes.POINTER(CTensor)),
+        ("scalars", ctypes.POINTER(CScalar)),
+        ("stream", ctypes.c_void_p),
+        ("error", ctypes.c_char_p),
+        ("error_capacity", ctypes.c_int32),
+    )
+
+
+def c_tensor(memory: Memory, placement: Placement) -> CTensor:
+    """Describe one tensor of an arena to native code."""
+    spec = placement.spec
+    return CTensor(
+        data_address(memory, placement),
+        DTYPE_CODES[spec.dtype],
+        len(spec.shape),
+        (ctypes.c_int64 * MAX_DIMS)(*spec.shape),
+        (ctypes.c_int64 * MAX_DIMS)(*spec.strides),
+    )
+
+
+class NativeKernel(Loaded):
+    """A symbol of a shared library that follows the native ABI."""
+
+    def __init__(self, artifact: Path, entry: str) -> None:
+        try:
+            self._library = ctypes.CDLL(str(artifact))
+        except OSError as error:
+            raise SurfaceFailure(Code.EXCEPTION, f"the shared library cannot be loaded: {error}") from error
+        try:
+            self._function = self._library[entry]
+        except AttributeError as error:
+            raise SurfaceFailure(
+                Code.ENTRY_MISSING,
+                f"the library exports no symbol {entry!r}; declare it extern \"C\" int {entry}(const klineage_call *)",
+            ) from error
+        self._function.restype = ctypes.c_int
+        self._function.argtypes = (ctypes.POINTER(CCall),)
+
+    def bind(self, memory: Memory, slot: Slot, scalars: dict[str, float]) -> Invoke:
+        inputs = (CTensor * len(slot.inputs))(*(c_tensor(memory, item) for item in slot.inputs))
+        outputs = (CTensor * len(slot.outputs))(*(c_tensor(memory, item) for item in slot.outputs))
+        values = (CScalar * max(1, len(scalars)))(*(CScalar(name.encode(), value) for name, value in scalars.items()))
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        call = CCall(
+            ABI_VERSION, len(inputs), len(outputs), len(scalars), inputs, outputs, values, None,
+            ctypes.cast(error, ctypes.c_char_p), ERROR_BYTES,
+        )  # fmt: skip
+        function, pointer = self._function, ctypes.byref(call)
+
+        def invoke() -> None:
+            status = function(pointer)
+            if status:
+                message = error.value.decode(errors="replace") or "no message; see KLINEAGE_REQUIRE in klineage.h"
+                raise SurfaceFailure(Code.RETURNED_ERROR, f"the kernel returned {status}: {message}")
+
+        # ctypes keeps no reference to what a pointer points to.
+        invoke.keep = (call, inputs, outputs, values, error)  # type: ignore[attr-defined]
+        return invoke

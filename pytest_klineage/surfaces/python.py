@@ -1,0 +1,117 @@
+"""The python surface: a function on tensors, from files of its own or from an installed module (`module:function`).
+
+The function is called as `function(*inputs)`; scalars of the operator are passed by name where the function has a
+parameter of that name. With a parameter `out` it receives the output tensor (or a tuple of them) and fills it;
+otherwise it returns its outputs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pytest_klineage.records import Build, Code, KernelSource, Placement, Slot, Surface
+from pytest_klineage.surfaces.base import Built, Invoke, Loaded, Memory, SurfaceBackend, SurfaceFailure
+from pytest_klineage.surfaces.compiling import digest_of, scratch
+
+MODULE_NAME = "kernel"
+
+
+class PythonBackend(SurfaceBackend):
+    """Lays the files out in the cache; nothing is compiled."""
+
+    surface: ClassVar[Surface] = Surface.PYTHON
+    platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    needs_torch: ClassVar[bool] = True
+
+    def build(self, source: KernelSource, cache: Path, *, timeout_s: float) -> Built:
+        digest = digest_of(source.digest, sys.version)
+        directory = cache / "python" / digest
+        if source.main is not None:
+            parse(source.main.name, source.main.text)
+        if not directory.exists():
+            with scratch(cache) as staging:
+                layout = staging / "files"
+                layout.mkdir()
+                for index, file in enumerate(source.files):
+                    (layout / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                if not directory.exists():
+                    os.replace(layout, directory)
+        return Built(artifact=directory, build=Build(digest=digest, toolchain=f"Python {sys.version.split()[0]}"))
+
+    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+        if module:
+            loaded = importlib.import_module(module)
+        else:
+            sys.path.insert(0, str(artifact))
+            loaded = importlib.import_module(MODULE_NAME)
+        function: Any = loaded
+        for part in entry.split("."):
+            function = getattr(function, part, None)
+        if not callable(function):
+            raise SurfaceFailure(Code.ENTRY_MISSING, f"{module or 'the kernel file'} has no function {entry!r}")
+        return PythonKernel(function)
+
+
+class PythonKernel(Loaded):
+    """A Python callable on torch tensors that view the arena."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._names = parameter_names(function)
+
+    def bind(self, memory: Memory, slot: Slot, scalars: dict[str, float]) -> Invoke:
+        function = self._function
+        inputs = [tensor_view(memory, placement) for placement in slot.inputs]
+        named: dict[str, Any] = {
+            name: int(value) if value == int(value) else value for name, value in scalars.items() if name in self._names
+        }
+        if "out" in self._names:
+            outputs = tuple(tensor_view(memory, placement) for placement in slot.outputs)
+            named["out"] = outputs if len(outputs) > 1 else outputs[0]
+
+            def fill() -> None:
+                function(*inputs, **named)
+
+            return fill
+
+        def call() -> Any:
+            return function(*inputs, **named)
+
+        return call
+
+
+def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
+    """Names a callable accepts by keyword; empty when it does not say, as builtins do."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return frozenset()
+    return frozenset(item.name for item in parameters if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD))
+
+
+def tensor_view(memory: Memory, placement: Placement) -> Any:
+    """A torch tensor over a piece of an arena, with the strides of its spec."""
+    import torch
+
+    names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    spec = placement.spec
+    dtype = getattr(torch, names.get(spec.dtype, spec.dtype))
+    flat = torch.frombuffer(memory.buffer, dtype=dtype, count=spec.num_elements, offset=placement.offset)
+    return flat.as_strided(spec.shape, spec.strides)
+
+
+def parse(name: str, text: str) -> None:
+    """Raise SurfaceFailure for source that is not Python."""
+    try:
+        ast.parse(text, name)
+    except (SyntaxError, ValueError) as error:
+        raise SurfaceFailure(Code.COMPILE, f"{name} is not valid Python: {error}", log=str(error)) from error

@@ -1,0 +1,37 @@
+"""Entry of a worker process: `python -m pytest_klineage.worker ROLE FD [--preload torch]`; FD is its channel to the judge."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pytest_klineage.channel import Channel, ChannelClosed
+from pytest_klineage.worker import containment
+
+
+def main(arguments: list[str]) -> int:
+    """Run one role until the judge closes the channel."""
+    parser = argparse.ArgumentParser(prog="pytest_klineage.worker")
+    parser.add_argument("role", choices=("oracle", "template"))
+    parser.add_argument("fd", type=int)
+    parser.add_argument("--preload", choices=("none", "torch"), default="none")
+    options = parser.parse_args(arguments)
+    containment.die_with_parent()
+    channel = Channel.from_fd(options.fd)
+    try:
+        if options.role == "oracle":
+            from pytest_klineage.worker.oracle import Oracle
+
+            containment.forbid_inspection()
+            Oracle(channel).serve()
+        else:
+            from pytest_klineage.worker.template import Template
+
+            Template(channel, preload=options.preload).serve()
+    except (ChannelClosed, KeyboardInterrupt):
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""Shared memory between the oracle and one worker: layout with guard bands, tensors over it, and what it looked like before.
+
+The oracle owns the memory (a memfd); the worker maps the same pages. Nothing secret is ever written into it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from typing import TYPE_CHECKING
+
+from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, TensorSpec
+from pytest_klineage.surfaces.base import Memory
+from pytest_klineage.surfaces.python import tensor_view
+
+if TYPE_CHECKING:
+    import torch
+
+GUARD_BYTES = 4096
+ALIGNMENT = 64
+SLOTS = 2
+"""Two complete argument sets, so that the same content comes at different addresses and the other way round."""
+SKEW_BYTES = 1344
+"""Added between slots: the second slot's tensors start at another offset within a page."""
+
+
+def plan(signature: Signature, shift: int = 0) -> Arena:
+    """Lay out the slots one after another, every tensor between two guard bands."""
+    cursor, slots = GUARD_BYTES, []
+    for index in range(SLOTS):
+        cursor += shift + index * SKEW_BYTES
+        placed: list[tuple[Placement, ...]] = []
+        for specs in (signature.inputs, signature.outputs):
+            group = []
+            for spec in specs:
+                num_bytes = spec.num_elements * DTYPES[spec.dtype]
+                cursor = -(-cursor // ALIGNMENT) * ALIGNMENT
+                group.append(Placement(spec=spec, offset=cursor, num_bytes=num_bytes))
+                cursor += num_bytes + 2 * GUARD_BYTES
+            placed.append(tuple(group))
+        slots.append(Slot(inputs=placed[0], outputs=placed[1]))
+    return Arena(num_bytes=cursor + GUARD_BYTES, guard_bytes=GUARD_BYTES, slots=tuple(slots), scalars=signature.scalars)
+
+
+class SharedArena:
+    """The oracle's side of one arena."""
+
+    def __init__(self, signature: Signature) -> None:
+        self.arena = plan(signature)
+        self.fd = os.memfd_create("arena", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, self.arena.num_bytes)
+        self.buffer = mmap.mmap(self.fd, self.arena.num_bytes)
+        self.memory = Memory(self.buffer)
+        self.pattern = secrets.token_bytes(GUARD_BYTES)
+        self.guards = [
+            position
+            for slot in self.arena.slots
+            for item in (*slot.inputs, *slot.outputs)
+            for position in (item.offset - GUARD_BYTES, item.offset + item.num_bytes)
+        ]
+        self.views = [
+            {item.spec.name: tensor_view(self.memory, item) for item in (*slot.inputs, *slot.outputs)}
+            for slot in self.arena.slots
+        ]
+        self.worker_address = 0
+        self.paint_guards()
+
+    def paint_guards(self) -> None:
+        """Write the secret pattern into every guard band."""
+        for position in self.guards:
+            self.buffer[position : position + GUARD_BYTES] = self.pattern
+
+    def broken_guards(self, slot: int) -> list[str]:
+        """Names of the tensors of a slot beside which something was written."""
+        items = (*self.arena.slots[slot].inputs, *self.arena.slots[slot].outputs)
+        return [item.spec.name for item in items if not self._intact(item)]
+
+    def _intact(self, item: Placement) -> bool:
+        before, after = item.offset - GUARD_BYTES, item.offset + item.num_bytes
+        return (
+            self.buffer[before : before + GUARD_BYTES] == self.pattern
+            and self.buffer[after : after + GUARD_BYTES] == self.pattern
+        )
+
+    def inputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Input tensors of a slot by name, in the operator's order."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].inputs}
+
+    def outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Output tensors of a slot by name."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
+
+    def close(self) -> None:
+        """Give the descriptor back; the mapping goes with the last tensor over it."""
+        os.close(self.fd)
+
+
+def poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> None:
+    """Fill an output with values no correct kernel leaves behind: NaN or a huge number, an impossible index."""
+    if spec.dtype.startswith("int") or spec.dtype.startswith("uint"):
+        tensor.fill_(-7 if kind == 0 else 1 << 30)
+    else:
+        tensor.fill_(float("nan") if kind == 0 else {"fp16": -60000.0}.get(spec.dtype, -3.0e38))
+
+
+def is_poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> torch.Tensor:
+    """Boolean mask of the elements that still hold the poison."""
+    import torch
+
+    reference = torch.empty(1, dtype=tensor.dtype)
+    poison(spec, reference, kind)
+    return tensor.isnan() if reference.isnan().any() else tensor == reference

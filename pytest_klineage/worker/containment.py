@@ -1,0 +1,230 @@
+"""Linux containment of an untrusted worker: namespaces, Landlock, seccomp, resource limits. Each says whether it is active.
+
+Everything here is best effort by design: a kernel that lacks a mechanism leaves it out, and the verdict lists what was
+active. The numbers are those of the Linux UAPI headers (landlock.h, seccomp.h, prctl.h, sched.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import signal
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 22, 36
+SECCOMP_MODE_FILTER = 2
+CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWUSER = 0x40000000, 0x08000000, 0x20000000, 0x10000000
+NAMESPACES = (("network", CLONE_NEWNET), ("ipc", CLONE_NEWIPC), ("pid", CLONE_NEWPID))
+
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+LANDLOCK_READ = (1 << 0) | (1 << 2) | (1 << 3)  # execute, read file, read directory
+LANDLOCK_FILE_ONLY = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # rights that a rule on a file may carry
+LANDLOCK_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
+
+FILE_SIZE_LIMIT = 256 << 20
+"""The largest file a candidate may write, in bytes."""
+OPEN_FILES_LIMIT = 256
+DATA_LIMIT = 8 << 30
+"""Private memory a candidate may map beyond what the template had, in bytes."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def forbid_inspection() -> None:
+    """Keep other processes of the same user from reading this one's memory and environment."""
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def become_subreaper() -> None:
+    """Adopt descendants whose parent died, so that none escapes."""
+    LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def enter_namespaces() -> list[str]:
+    """Leave the machine's network, IPC objects and process ids behind; children made afterwards live inside.
+
+    Returns the names of the namespaces that are now private.
+    """
+    everything = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
+    if os.geteuid() == 0 and LIBC.unshare(everything) == 0:
+        return [f"namespace:{name}" for name, _flag in NAMESPACES]
+    user, group = os.geteuid(), os.getegid()
+    if LIBC.unshare(CLONE_NEWUSER | everything) != 0:
+        return []
+    try:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    except OSError:
+        # Without a map this process is "nobody"; it still may do what the candidate needs.
+        pass
+    return ["namespace:user", *(f"namespace:{name}" for name, _flag in NAMESPACES)]
+
+
+def limit_resources() -> list[str]:
+    """Bound what the process can write, open and map."""
+    mapped = _mapped_bytes()
+    limits = (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, FILE_SIZE_LIMIT),
+        (resource.RLIMIT_NOFILE, OPEN_FILES_LIMIT),
+        (resource.RLIMIT_DATA, mapped + DATA_LIMIT),
+    )
+    for kind, value in limits:
+        _soft, hard = resource.getrlimit(kind)
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (value, value))
+    return ["rlimits"]
+
+
+def _mapped_bytes() -> int:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[5]) * resource.getpagesize()
+
+
+class _RulesetAttribute(ctypes.Structure):
+    _fields_ = (("fs", ctypes.c_uint64), ("net", ctypes.c_uint64), ("scoped", ctypes.c_uint64))
+
+
+class _PathRule(ctypes.Structure):
+    _pack_ = 1
+    _fields_ = (("allowed", ctypes.c_uint64), ("parent_fd", ctypes.c_int32))
+
+
+def landlock_abi() -> int:
+    """Version of Landlock that the kernel offers; 0 when it offers none."""
+    return max(0, LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1))
+
+
+def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> list[str]:
+    """Allow reading below `readable` and everything below `writable`; nothing else, and no TCP."""
+    abi = landlock_abi()
+    if abi < 1:
+        return []
+    rights = LANDLOCK_RIGHTS_BY_ABI.get(abi, LANDLOCK_RIGHTS_BY_ABI[5])
+    attribute = _RulesetAttribute(fs=rights, net=3 if abi >= 4 else 0, scoped=3 if abi >= 6 else 0)
+    size = 24 if abi >= 6 else 16 if abi >= 4 else 8
+    ruleset = LIBC.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(attribute), size, 0)
+    if ruleset < 0:
+        return []
+    try:
+        for path in readable:
+            _allow(ruleset, path, LANDLOCK_READ & rights)
+        for path in writable:
+            _allow(ruleset, path, rights)
+        for path in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"):
+            _allow(ruleset, path, 0b110 & rights)
+        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        if LIBC.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0) != 0:
+            return []
+    finally:
+        os.close(ruleset)
+    return [f"landlock:abi{abi}"]
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        allowed = rights if os.path.isdir(path) else rights & LANDLOCK_FILE_ONLY
+        rule = _PathRule(allowed=allowed, parent_fd=fd)
+        LIBC.syscall(LANDLOCK_ADD_RULE, ruleset, 1, ctypes.byref(rule), 0)
+    finally:
+        os.close(fd)
+
+
+# --- seccomp ----------------------------------------------------------------------------------------------------------
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+SYSCALLS = {
+    "x86_64": {
+        "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "pidfd_open": 434, "pidfd_getfd": 438,
+        "pidfd_send_signal": 424, "kcmp": 312, "perf_event_open": 298, "bpf": 321, "userfaultfd": 323, "mount": 165,
+        "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "keyctl": 250, "add_key": 248,
+        "request_key": 249, "init_module": 175, "finit_module": 313, "kexec_load": 246, "reboot": 169,
+        "io_uring_setup": 425, "shmget": 29, "msgget": 68, "semget": 64, "socket": 41, "rt_sigqueueinfo": 129,
+        "rt_tgsigqueueinfo": 297, "open_by_handle_at": 304, "move_mount": 429, "fsopen": 430, "settimeofday": 164,
+        "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
+        "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302,
+    },
+    "aarch64": {
+        "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
+        "pidfd_send_signal": 424, "kcmp": 272, "perf_event_open": 241, "bpf": 280, "userfaultfd": 282, "mount": 40,
+        "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "keyctl": 219, "add_key": 217,
+        "request_key": 218, "init_module": 105, "finit_module": 273, "kexec_load": 104, "reboot": 142,
+        "io_uring_setup": 425, "shmget": 194, "msgget": 186, "semget": 190, "socket": 198, "rt_sigqueueinfo": 138,
+        "rt_tgsigqueueinfo": 240, "open_by_handle_at": 265, "move_mount": 429, "fsopen": 430, "settimeofday": 170,
+        "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
+        "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261,
+    },
+}  # fmt: skip
+PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
+CONDITIONAL_CALLS = ("clone", "clone3", "kill", "tkill", "tgkill", "prlimit64")
+CLONE_THREAD = 0x00010000
+EPERM, ENOSYS = 1, 38
+RET_ALLOW, RET_ERRNO, RET_KILL = 0x7FFF0000, 0x00050000, 0x80000000
+LOAD, EQUAL, GREATER_EQUAL, BIT_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+ARGUMENT_0 = 16  # offset of the low word of the first argument in struct seccomp_data
+
+
+REFUSE, ALLOW = (RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)
+
+
+def filter_calls(*, allow_processes: bool) -> list[str]:
+    """Refuse system calls that reach other processes, the network or the machine; without processes, refuse those too."""
+    machine = platform.machine()
+    if machine not in SYSCALLS:
+        return []
+    program = seccomp_program(SYSCALLS[machine], AUDIT_ARCH[machine], os.getpid(), allow_processes=allow_processes)
+    code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0) != 0:
+        return []
+    return ["seccomp"]
+
+
+def seccomp_program(
+    numbers: dict[str, int], architecture: int, own_pid: int, *, allow_processes: bool
+) -> list[tuple[int, int, int, int]]:
+    """A classic BPF program as (code, jump if true, jump if false, value) tuples."""
+    refuse, absent, allow = REFUSE, (RETURN, 0, 0, RET_ERRNO | ENOSYS), ALLOW
+    program = [
+        (LOAD, 0, 0, 4),  # architecture
+        (EQUAL, 1, 0, architecture),
+        (RETURN, 0, 0, RET_KILL),
+        (LOAD, 0, 0, 0),  # system call number
+        (GREATER_EQUAL, 0, 1, 0x40000000),  # the x32 numbers would go round the list
+        refuse,
+    ]
+    for name, number in numbers.items():
+        if name in CONDITIONAL_CALLS or (allow_processes and name in PROCESS_CALLS):
+            continue
+        program += [(EQUAL, 0, 1, number), refuse]
+    for name in ("kill", "tkill", "tgkill"):
+        # A process may signal itself, as abort() does, and nobody else.
+        if not (allow_processes and name == "kill"):
+            program += _only(numbers[name], EQUAL, own_pid)
+    program += _only(numbers["prlimit64"], EQUAL, 0)
+    if not allow_processes:
+        # Threads are wanted, processes are not; clone3 hides its flags behind a pointer, so libc is told to use clone.
+        program += [(EQUAL, 0, 1, numbers["clone3"]), absent, *_only(numbers["clone"], BIT_SET, CLONE_THREAD)]
+    program.append(allow)
+    return program
+
+
+def _only(number: int, test: int, value: int) -> list[tuple[int, int, int, int]]:
+    """Allow one system call only when its first argument passes a test against `value`."""
+    return [(EQUAL, 0, 4, number), (LOAD, 0, 0, ARGUMENT_0), (test, 1, 0, value), REFUSE, ALLOW]

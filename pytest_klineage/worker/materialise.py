@@ -1,0 +1,75 @@
+"""Turning what a Python kernel returned into bytes in the arena, by our own hand and only from plain tensors.
+
+The methods used here are taken from the C type before any candidate is imported, so that replacing `torch.Tensor.copy_`
+or setting attributes on an instance changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pytest_klineage.records import Code, Slot
+from pytest_klineage.records.messages import ReturnedTensor
+from pytest_klineage.surfaces.base import Memory, SurfaceFailure
+from pytest_klineage.surfaces.python import tensor_view
+
+_base: Any = torch._C.TensorBase
+COPY: Callable[..., Any] = _base.copy_
+STRIDE: Callable[..., tuple[int, ...]] = _base.stride
+DATA_PTR: Callable[..., int] = _base.data_ptr
+SHAPE: Any = _base.shape
+DTYPE: Any = _base.dtype
+DEVICE: Any = _base.device
+LAYOUT: Any = _base.layout
+DETACH: Callable[..., Any] = _base.detach
+
+
+def materialise(result: Any, memory: Memory, slot: Slot) -> tuple[ReturnedTensor, ...]:
+    """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is not as specified."""
+    values = list(result.values()) if type(result) is dict else result
+    if type(values) in (tuple, list) or isinstance(values, tuple):
+        tensors = list(values)
+    else:
+        tensors = [values]
+    if len(tensors) != len(slot.outputs):
+        raise SurfaceFailure(
+            Code.OUTPUT_COUNT, f"the kernel returned {len(tensors)} outputs, the operator has {len(slot.outputs)}"
+        )
+    found = []
+    for tensor, placement in zip(tensors, slot.outputs, strict=True):
+        view = tensor_view(memory, placement)
+        check(tensor, view, placement.spec.name)
+        tensor = DETACH(tensor)
+        COPY(view, tensor)
+        strides = tuple(STRIDE(tensor))
+        found.append(ReturnedTensor(address=DATA_PTR(tensor), num_bytes=extent_bytes(tensor, strides), strides=strides))
+    return tuple(found)
+
+
+def check(tensor: Any, view: torch.Tensor, name: str) -> None:
+    """Raise SurfaceFailure unless `tensor` is a plain dense CPU tensor of the output's shape and type."""
+    if type(tensor) is not torch.Tensor:
+        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is a {type(tensor).__name__}, not a plain torch.Tensor")
+    if vars(tensor):
+        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} carries attributes of its own: {sorted(vars(tensor))[:5]}")
+    if DEVICE.__get__(tensor) != view.device or LAYOUT.__get__(tensor) is not torch.strided:
+        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is not a dense tensor on {view.device}")
+    shape, dtype = tuple(SHAPE.__get__(tensor)), DTYPE.__get__(tensor)
+    if shape != tuple(view.shape):
+        raise SurfaceFailure(Code.OUTPUT_SHAPE, f"output {name} has shape {shape}, expected {tuple(view.shape)}")
+    if dtype != view.dtype:
+        raise SurfaceFailure(Code.OUTPUT_DTYPE, f"output {name} is {dtype}, expected {view.dtype}")
+    overlapping = any(step == 0 and size > 1 for step, size in zip(STRIDE(tensor), shape, strict=True))
+    if overlapping:
+        raise SurfaceFailure(Code.OUTPUT_STRIDES, f"output {name} repeats one piece of memory (stride 0)")
+
+
+def extent_bytes(tensor: torch.Tensor, strides: tuple[int, ...]) -> int:
+    """Bytes from a tensor's first to past its last element."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(SHAPE.__get__(tensor), strides, strict=True))
+    return int((last + 1) * tensor.element_size())

@@ -1,0 +1,204 @@
+"""The oracle: the trusted process that makes inputs, knows the answers, holds the second clock and compares.
+
+Expected values never leave it. It serves one judge, drives the workers' calls itself so that no third process stands
+between request and clock, and keeps the problems of the last cases because candidates come in series.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from typing import TypeAlias
+
+import torch
+
+from pytest_klineage.channel import Channel
+from pytest_klineage.errors import KlineageError
+from pytest_klineage.operators import operator
+from pytest_klineage.records import Check, Code, Reason
+from pytest_klineage.records.messages import (
+    CANDIDATE_FRAME_BYTES,
+    Attach,
+    Attached,
+    Checked,
+    CheckRequest,
+    Detach,
+    OpenCase,
+    Opened,
+    OracleFault,
+    Problem as ProblemMessage,
+    Sample,
+    Shutdown,
+    Timed,
+    TimeRequest,
+    ToOracle,
+)
+from pytest_klineage.worker.arena import SharedArena
+from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
+from pytest_klineage.worker.rounds import Player, View, WorkerProblem
+
+KEPT_CASES = 4
+TWIN_SHARE = 0.125
+"""Share of timed repetitions whose inputs differ from the previous ones in a single element."""
+
+Request: TypeAlias = OpenCase | Attach | Detach | CheckRequest | TimeRequest | Shutdown
+
+
+class Oracle:
+    """Serves the judge's requests, one at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.cases: OrderedDict[bytes, ProblemSet] = OrderedDict()
+        self.problems: ProblemSet | None = None
+        self.players: dict[str, Player] = {}
+        self.schedule = Schedule()
+        self.flush_buffer = torch.empty(0)
+
+    def serve(self) -> None:
+        """Answer until told to shut down or until the judge is gone."""
+        handlers = {
+            OpenCase: self.open_case, Attach: self.attach, Detach: self.detach,
+            CheckRequest: self.check, TimeRequest: self.time,
+        }  # fmt: skip
+        while True:
+            request: Request = self.channel.receive(ToOracle, timeout_s=None)  # type: ignore[arg-type]  # a union
+            if isinstance(request, Shutdown):
+                return
+            try:
+                answer = handlers[type(request)](request)  # type: ignore[operator]  # keyed by the request's type
+            except WorkerProblem as problem:
+                role = getattr(request, "role", "candidate")
+                answer = ProblemMessage(role=role, reasons=tuple(problem.reasons), gone=problem.gone)
+            except (KlineageError, RuntimeError, ValueError, MemoryError) as error:
+                answer = OracleFault(kind=type(error).__name__, message=str(error)[:2000])
+            self.channel.send(answer)
+
+    def open_case(self, request: OpenCase) -> Opened:
+        """Make the case's problems, or take them from an earlier judgement of the same case."""
+        torch.set_num_threads(request.threads)
+        key = request_key(request)
+        if key not in self.cases:
+            self.cases[key] = ProblemSet(request)
+            while len(self.cases) > KEPT_CASES:
+                self.cases.popitem(last=False)
+        self.cases.move_to_end(key)
+        self.problems = self.cases[key]
+        if self.flush_buffer.numel() * 4 != request.flush_bytes:
+            self.flush_buffer = torch.zeros(request.flush_bytes // 4)
+        case, chosen = request.case, operator(request.case.operator)
+        return Opened(
+            checks=self.problems.planned(),
+            findings=tuple(self.problems.findings),
+            flops=chosen.flops(case),
+            min_bytes=chosen.min_bytes(case),
+            seconds=self.problems.seconds,
+            settings={"oracle_torch": str(torch.__version__)},
+        )
+
+    def attach(self, request: Attach) -> Attached:
+        """Take over a worker's channel and share memory with it."""
+        channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
+        self.detach(Detach(role=request.role))
+        player = Player(request.role, channel)
+        self.players[request.role] = player
+        case = self._problems().case
+        shapes = [case.shape, *case.also_shapes]
+        arenas = [SharedArena(operator(case.operator).signature(case.at_shape(shape))) for shape in shapes]
+        return player.attach(arenas, request.deadline_s)
+
+    def detach(self, request: Detach) -> Attached:
+        """Let go of a worker."""
+        player = self.players.pop(request.role, None)
+        if player is not None:
+            player.close()
+        return Attached()
+
+    def check(self, request: CheckRequest) -> Checked:
+        """One planned check: the problem as it is, then again in disguise, so that checks look like timed calls."""
+        problems = self._problems()
+        problem = problems.checks[request.index]
+        arena = 0
+        if problem.case.shape != problems.case.shape:
+            arena = 1 + [dict(shape) for shape in problems.case.also_shapes].index(problem.case.shape)
+        self.flush()
+        slot = self.schedule.slot(fresh=True)
+        outcome = self.players[request.role].run(
+            Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}
+        )
+        shape = problem.case.shape if arena else {}
+        checks = tuple(
+            Check(regime=c.regime, output=c.output, error=c.error, bound=c.bound, passed=c.passed, shape=shape)
+            for c in outcome.checks
+        )
+        return Checked(checks=checks, reasons=outcome.reasons)
+
+    def time(self, request: TimeRequest) -> Timed:
+        """Repetitions for all roles on the same, always new, inputs."""
+        problems = self._problems()
+        fresh = "fresh_inputs" in request.defences
+        samples: list[Sample] = []
+        for _ in range(request.reps):
+            view, slot = self.schedule.next(problems, fresh=fresh)
+            for role in request.order:
+                self.flush()
+                # The reference is trusted; comparing its outputs would only make the pair slower.
+                defences = request.defences if role == "candidate" else frozenset({"poison"})
+                outcome = self.players[role].run(view, 0, slot, request.deadline_s, defences)
+                samples.append(outcome.sample)
+                if outcome.reasons:
+                    return Timed(samples=tuple(samples), reasons=tuple(as_timed(r) for r in outcome.reasons))
+        return Timed(samples=tuple(samples))
+
+    def flush(self) -> None:
+        """Write more than the last-level cache holds, so that every call starts from memory."""
+        if self.flush_buffer.numel():
+            self.flush_buffer.add_(1.0)
+
+    def _problems(self) -> ProblemSet:
+        if self.problems is None:
+            raise ValueError("no case is open")
+        return self.problems
+
+
+class Schedule:
+    """Which problem, disguise and slot comes next. Drawn from the system's randomness: nobody can foresee it."""
+
+    def __init__(self) -> None:
+        self.random = random.SystemRandom()
+        self.last_slot = 0
+        self.twin_key: str | None = None
+
+    def slot(self, *, fresh: bool) -> int:
+        """A slot: sometimes the same address with new content, sometimes a new address."""
+        self.last_slot = self.random.randrange(2) if fresh else 0
+        return self.last_slot
+
+    def next(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
+        """The next repetition's inputs and where they lie."""
+        if not fresh:
+            return Plain(problems.timed[0]), self.slot(fresh=False)
+        if self.twin_key is not None:
+            key, self.twin_key = self.twin_key, None
+            return Disguised(problems.twin, key), self.last_slot
+        key = f"{self.random.getrandbits(128):x}"
+        index = self.random.randrange(len(problems.timed))
+        if self.random.random() < TWIN_SHARE:
+            index, self.twin_key = 0, key
+        return Disguised(problems.timed[index], key), self.slot(fresh=True)
+
+
+def as_timed(reason: Reason) -> Reason:
+    """A finding of a timed call. What was right in the checks and is wrong when timed was not computed."""
+    if reason.code in (Code.MISMATCH, Code.UNWRITTEN, Code.NON_FINITE):
+        message = f"right when checked, wrong when timed on inputs of the same kind: {reason.message}"
+        return Reason(code=Code.REPLAY, message=message, evidence=reason.evidence)
+    return reason
+
+
+def request_key(request: OpenCase) -> bytes:
+    """Identity of a case's problems."""
+    import msgspec
+
+    return msgspec.json.encode((request.case.operator, request.case.shape, request.case.dtype, request.case.options,
+                                request.case.also_shapes, request.secret, request.seeds))  # fmt: skip

@@ -1,0 +1,87 @@
+"""The oracle's stock of problems for one case: inputs of every regime with expected outputs, and their disguises."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from pytest_klineage.operators import operator
+from pytest_klineage.operators.null_models import lint_case
+from pytest_klineage.operators.tolerance import Expected
+from pytest_klineage.records import KernelCase
+from pytest_klineage.records.messages import OpenCase, PlannedCheck
+
+if TYPE_CHECKING:
+    from pytest_klineage.operators.base import Tensors, Undo
+
+TWIN = "one_element_changed"
+"""Name of the check whose inputs differ from the previous one's in a single element."""
+
+
+def generator(secret: str, *purpose: object) -> torch.Generator:
+    """A generator seeded from the judge's secret and a purpose; knowing one stream says nothing about another."""
+    digest = hashlib.sha256(repr((secret, *purpose)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+
+
+class Problem:
+    """One set of inputs with its expected outputs."""
+
+    def __init__(self, case: KernelCase, regime: str, inputs: Tensors) -> None:
+        self.case, self.regime = case, regime
+        self.inputs = inputs
+        self.expected = Expected(operator(case.operator), case, inputs)
+
+
+class Disguised:
+    """A problem behind a random symmetry: other bytes, same answer up to `undo`."""
+
+    def __init__(self, problem: Problem, key: str) -> None:
+        self.problem = problem
+        case = problem.case
+        self.inputs, self.undo = operator(case.operator).disguise(case, problem.inputs, generator(key, "disguise"))
+
+
+class Plain:
+    """A problem as it is."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.inputs = problem, problem.inputs
+        self.undo: Undo = lambda outputs: outputs
+
+
+class ProblemSet:
+    """All problems of one case, made once and kept while the case is in use."""
+
+    def __init__(self, request: OpenCase) -> None:
+        started = time.monotonic()
+        self.case, self.secret = request.case, request.secret
+        chosen = operator(self.case.operator)
+        self.findings = lint_case(chosen, self.case, generator(self.secret, "lint"))
+        default = chosen.regimes[0]
+        self.timed = [
+            Problem(self.case, default, chosen.make_inputs(self.case, generator(self.secret, default, seed), default))
+            for seed in range(request.seeds)
+        ]
+        nudged = chosen.nudge(self.case, self.timed[0].inputs, generator(self.secret, TWIN))
+        self.twin = Problem(self.case, TWIN, nudged)
+        self.checks = [*self.timed[:1], self.twin, *self.timed[1:]]
+        for regime in chosen.regimes[1:]:
+            inputs = chosen.make_inputs(self.case, generator(self.secret, regime), regime)
+            self.checks.append(Problem(self.case, regime, inputs))
+        for shape in self.case.also_shapes:
+            other = self.case.at_shape(shape)
+            inputs = chosen.make_inputs(other, generator(self.secret, str(shape)), default)
+            self.checks.append(Problem(other, default, inputs))
+        self.seconds = time.monotonic() - started
+
+    def planned(self) -> tuple[PlannedCheck, ...]:
+        """What the checks are, for the judge's progress."""
+        shape = self.case.shape
+        return tuple(
+            PlannedCheck(regime=check.regime, shape={} if check.case.shape == shape else check.case.shape)
+            for check in self.checks
+        )

@@ -1,0 +1,57 @@
+"""Making the framework's computing operations raise, process-wide, so that a wrapper around the framework shows.
+
+Every ATen operator gets a CPU implementation that raises, except allocation, views, copies and type glue. The override
+sits in the dispatcher, so it also holds in other threads and for calls from C++.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+GLUE = frozenset(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like ones full full_like "
+    "new_zeros new_full scalar_tensor arange view _unsafe_view as_strided as_strided_ reshape _reshape_alias transpose "
+    "transpose_ t t_ permute expand expand_as squeeze unsqueeze slice select narrow split split_with_sizes chunk unbind "
+    "diagonal alias detach detach_ lift lift_fresh movedim flatten unflatten copy_ _to_copy to clone contiguous zero_ "
+    "fill_ set_ resize_ item _local_scalar_dense is_pinned pin_memory stride size numel dim sym_size sym_stride "
+    "sym_numel sym_storage_offset is_contiguous storage_offset unfold real view_as_real view_as_complex view_as "
+    "squeeze_ unsqueeze_ swapaxes atleast_1d atleast_2d _conj conj resolve_conj resolve_neg equal copy".split()
+)
+"""Operators that move or make tensors and compute nothing."""
+
+
+class FrameworkRefused(RuntimeError):
+    """A computing operation of the framework was called where only the candidate's own kernel may compute."""
+
+
+def refuse_compute() -> None:
+    """Replace the CPU implementation of every computing ATen operator in this process. There is no way back."""
+    import torch
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sorted(set(torch._C._dispatch_get_all_op_names())):
+            namespace, _, rest = name.partition("::")
+            if namespace != "aten" or rest.partition(".")[0] in GLUE or not has_cpu_kernel(name):
+                continue
+            library.impl(rest, refuser(name), "CPU")
+    # The registrations end with the library object; it must live as long as the process.
+    torch._klineage_refusal = library  # type: ignore[attr-defined]
+
+
+def has_cpu_kernel(name: str) -> bool:
+    """Whether an operator is implemented on the CPU itself, rather than composed of others."""
+    import torch
+
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+
+
+def refuser(name: str) -> Any:
+    """A function that refuses one operator by name."""
+
+    def refuse(*_arguments: object, **_named: object) -> None:
+        raise FrameworkRefused(f"{name} was called; this case asks for a kernel of its own (library=\"forbid\")")
+
+    return refuse

@@ -1,0 +1,257 @@
+"""One repetition of one worker as the oracle sees it: prepare memory, run, take two clocks, compare. All defences act here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+import torch
+
+from pytest_klineage.channel import BadFrame, Channel, ChannelClosed
+from pytest_klineage.records import Check, Code, Reason
+from pytest_klineage.records.messages import (
+    Again,
+    Attached,
+    Done,
+    Failed,
+    FromWorker,
+    Loaded,
+    LoadFailed,
+    Map,
+    Mapped,
+    Returned,
+    ReturnedTensor,
+    Run,
+    Sample,
+    Stop,
+)
+from pytest_klineage.worker.arena import SharedArena, is_poison, poison
+from pytest_klineage.worker.problems import Disguised, Plain
+
+if TYPE_CHECKING:
+    from pytest_klineage.operators.base import Tensors
+
+EARLY_SAMPLES = 256
+"""Elements of every output that are read the moment the call returns."""
+SETTLE_S = 0.05
+"""How long a wrong output is given to change: if it does, work went on after the call had returned."""
+
+View: TypeAlias = Disguised | Plain
+
+
+class WorkerProblem(Exception):
+    """A worker failed; the reasons say how. Caught by the oracle and sent to the judge."""
+
+    def __init__(self, *reasons: Reason, gone: bool = False) -> None:
+        super().__init__(reasons[0].message if reasons else "the worker is gone")
+        self.reasons, self.gone = reasons, gone
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one repetition gave."""
+
+    sample: Sample
+    checks: tuple[Check, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+
+
+class Player:
+    """A worker and the arenas it shares with the oracle."""
+
+    def __init__(self, role: str, channel: Channel) -> None:
+        self.role, self.channel = role, channel
+        self.arenas: list[SharedArena] = []
+        self.previous: list[ReturnedTensor] = []
+
+    def attach(self, arenas: list[SharedArena], deadline_s: float) -> Attached:
+        """Wait until the worker has loaded its kernel, then share the arenas with it."""
+        self.arenas = arenas
+        answer = self._receive(Loaded, deadline_s, Code.TIMEOUT_LOAD)
+        for arena in arenas:
+            self.channel.send(Map(arena=arena.arena), [arena.fd])
+            arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
+        return Attached(containment=answer.containment, settings=answer.settings)
+
+    def close(self) -> None:
+        """Tell the worker to stop and let go of it."""
+        try:
+            self.channel.send(Stop())
+        except ChannelClosed:
+            pass
+        self.channel.close()
+        for arena in self.arenas:
+            arena.close()
+
+    def run(self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str]) -> Outcome:
+        """Run once on prepared memory and compare everything."""
+        arena = self.arenas[arena_index]
+        kind = secrets.randbelow(2)
+        prepare(arena, slot, view, kind, defences)
+        sample, early, tensors = self._call(arena, arena_index, slot, deadline_s)
+        reasons = list(self._integrity(arena, slot, view, tensors, defences))
+        if "verify" not in defences:
+            return Outcome(sample=sample, reasons=tuple(reasons))
+        found, more = compare(arena, slot, view, kind, early)
+        if more:
+            more = [*self._late_work(arena_index, slot, bool(tensors), deadline_s), *more]
+        return Outcome(sample=sample, checks=tuple(found), reasons=tuple([*reasons, *more]))
+
+    def _call(
+        self, arena: SharedArena, arena_index: int, slot: int, deadline_s: float
+    ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
+        nonce = secrets.randbits(48)
+        request = Run(arena=arena_index, slot=slot, nonce=nonce)
+        flat = {name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()}
+        positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
+        started = time.perf_counter_ns()
+        try:
+            self.channel.send(request)
+        except ChannelClosed as error:
+            raise WorkerProblem(gone=True) from error
+        returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
+        wall_ns = time.perf_counter_ns() - started
+        early = {name: (where, flat[name][where]) for name, where in positions.items()}
+        done = self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
+        if done.tensors:
+            # A kernel that returns its outputs has them copied after the call; there is nothing early to look at.
+            early = {}
+        if not 0 <= returned.elapsed_ns <= wall_ns:
+            raise WorkerProblem(
+                Reason(
+                    code=Code.CLOCK,
+                    message="the worker reports more time than passed between request and answer",
+                    evidence={"elapsed_ns": returned.elapsed_ns, "wall_ns": wall_ns},
+                )
+            )
+        return Sample(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns), early, done.tensors
+
+    def _late_work(self, arena_index: int, slot: int, returned: bool, deadline_s: float) -> list[Reason]:
+        """Give a wrong output time to change: if it does, somebody is still writing."""
+        outputs = self.arenas[arena_index].outputs(slot)
+        before = {name: tensor.clone() for name, tensor in outputs.items()}
+        time.sleep(SETTLE_S)
+        if returned:
+            nonce = secrets.randbits(48)
+            self.channel.send(Again(arena=arena_index, slot=slot, nonce=nonce))
+            self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
+        changed = [name for name, tensor in outputs.items() if not same_bits(before[name], tensor)]
+        if not changed:
+            return []
+        message = f"output {', '.join(changed)} still changed after the call had returned"
+        return [Reason(code=Code.LATE_WORK, message=message)]
+
+    def _receive(self, kind: type, deadline_s: float, timeout_code: Code, nonce: int | None = None):  # type: ignore[no-untyped-def]  # returns `kind`
+        """The next message, which must be of `kind` and carry `nonce`."""
+        try:
+            message = self.channel.receive(FromWorker, timeout_s=deadline_s)  # type: ignore[arg-type]  # a union
+        except TimeoutError as error:
+            what = "load" if timeout_code is Code.TIMEOUT_LOAD else "finish one call"
+            raise WorkerProblem(
+                Reason(code=timeout_code, message=f"the kernel did not {what} within {deadline_s:g} s")
+            ) from error
+        except (ChannelClosed, ConnectionError) as error:
+            raise WorkerProblem(gone=True) from error
+        except BadFrame as error:
+            raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=f"not an answer of ours: {error}")) from error
+        if isinstance(message, LoadFailed | Failed):
+            raise WorkerProblem(Reason(code=message.code, message=message.message))
+        if not isinstance(message, kind) or (nonce is not None and getattr(message, "nonce", None) != nonce):
+            raise WorkerProblem(
+                Reason(code=Code.FORGED_REPLY, message=f"a {type(message).__name__} came that nobody had asked for")
+            )
+        return message
+
+    def _integrity(
+        self, arena: SharedArena, slot: int, view: View, tensors: tuple[ReturnedTensor, ...], defences: frozenset[str]
+    ) -> list[Reason]:
+        reasons = []
+        if "guard_bands" in defences and (names := arena.broken_guards(slot)):
+            arena.paint_guards()
+            reasons.append(Reason(code=Code.OUT_OF_BOUNDS, message=f"memory beside {', '.join(names)} was overwritten"))
+        if "input_integrity" in defences:
+            changed = [name for name, tensor in arena.inputs(slot).items() if not same_bits(tensor, view.inputs[name])]
+            if changed:
+                reasons.append(Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}"))
+        if tensors and "alias_rules" in defences and (reason := self._aliases(arena, tensors)):
+            reasons.append(reason)
+        self.previous = [*self.previous, *tensors][-2 * len(tensors) :] if tensors else []
+        return reasons
+
+    def _aliases(self, arena: SharedArena, tensors: tuple[ReturnedTensor, ...]) -> Reason | None:
+        """Whether returned tensors overlap the arena, one another, or what the last calls returned."""
+        whole = ReturnedTensor(address=arena.worker_address, num_bytes=arena.arena.num_bytes, strides=())
+        for index, tensor in enumerate(tensors):
+            for other, what in (
+                (whole, "an input"),
+                *((item, "another output") for item in tensors[:index]),
+                *((item, "the output of an earlier call, which the caller may still use") for item in self.previous),
+            ):
+                if tensor.address < other.address + other.num_bytes and other.address < tensor.address + tensor.num_bytes:
+                    return Reason(code=Code.ALIASED_OUTPUT, message=f"a returned output shares memory with {what}")
+        return None
+
+
+def storage_extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to past its last; arena tensors are dense, so this is their number."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bitwise equality, NaN included."""
+    if torch.equal(left, right):
+        return True
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return bool(torch.equal(left.contiguous().view(integer), right.contiguous().view(integer)))
+
+
+def prepare(arena: SharedArena, slot: int, view: View, kind: int, defences: frozenset[str]) -> None:
+    """Write the inputs and poison the outputs; without poison, leave the right answer lying about as a heap would."""
+    for name, tensor in arena.inputs(slot).items():
+        tensor.copy_(view.inputs[name])
+    outputs = arena.outputs(slot)
+    for item in arena.arena.slots[slot].outputs:
+        if "poison" in defences:
+            poison(item.spec, outputs[item.spec.name], kind)
+        else:
+            outputs[item.spec.name].copy_(view.problem.expected.outputs[item.spec.name])
+
+
+def compare(
+    arena: SharedArena, slot: int, view: View, kind: int, early: dict[str, tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[list[Check], list[Reason]]:
+    """Compare a slot's outputs with the oracle's, and with what they were the moment the call had returned."""
+    outputs = arena.outputs(slot)
+    problem = view.problem
+    errors = problem.expected.errors(view.undo(dict(outputs)))
+    checks, reasons = [], []
+    for item in arena.arena.slots[slot].outputs:
+        name, error, bound = item.spec.name, errors[item.spec.name], problem.expected.bounds[item.spec.name]
+        passed = error <= bound
+        checks.append(Check(regime=problem.regime, output=name, error=error, bound=bound, passed=passed))
+        if not passed:
+            reasons.append(explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound))
+    for name, (where, seen) in early.items():
+        settled = outputs[name].as_strided((storage_extent(outputs[name]),), (1,))[where]
+        if not same_bits(seen, settled):
+            message = f"output {name} still changed after the call had returned"
+            reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))
+    return checks, reasons
+
+
+def explain(
+    name: str, view: View, outputs: Tensors, poisoned: torch.Tensor, error: float, bound: float
+) -> Reason:
+    """Why an output is wrong, in one reason."""
+    regime = view.problem.regime
+    evidence: dict[str, float | int | str | bool] = {"regime": regime, "output": name, "error": error, "bound": bound}
+    if unwritten := int(poisoned.sum()):
+        evidence["unwritten_elements"] = unwritten
+        message = f"{unwritten} of {poisoned.numel()} elements of {name} were never written ({regime})"
+        return Reason(code=Code.UNWRITTEN, message=message, evidence=evidence)
+    if outputs[name].is_floating_point() and not bool(outputs[name].isfinite().all()) and error == float("inf"):
+        message = f"{name} has NaN or infinities where the oracle has none, or the other way round ({regime})"
+        return Reason(code=Code.NON_FINITE, message=message, evidence=evidence)
+    message = f"{name} is off by {error:.3g} rounding units, allowed are {bound:.3g} ({regime})"
+    return Reason(code=Code.MISMATCH, message=message, evidence=evidence)

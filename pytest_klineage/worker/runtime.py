@@ -1,0 +1,144 @@
+"""A worker's life after the fork: contain itself, load a kernel or a reference, run it on request, nothing else.
+
+It is the only code of ours that shares a process with a candidate. It holds no expected value, no seed and no verdict;
+what it reports is checked by the oracle against shared memory and against the oracle's own clock.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
+from pytest_klineage.channel import Channel
+from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.verdict import Code
+from pytest_klineage.surfaces import SurfaceFailure, surface_backend
+from pytest_klineage.surfaces.base import Loaded as LoadedKernel
+from pytest_klineage.worker import containment
+from pytest_klineage.worker.calls import CallLoop
+
+MESSAGE_LIMIT = 4_000
+SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
+
+
+def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> None:
+    """Serve one job until the oracle says stop. Returns when done; the caller exits the process."""
+    containment.die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    redirect_output(log_fd)
+    channel = Channel.from_fd(keep_only(channel_fd))
+    set_environment(job)
+    try:
+        containment_report = contain(job, active)
+        kernel = load(job)
+    except SurfaceFailure as failure:
+        channel.send(LoadFailed(code=failure.code, message=bounded(failure.message)))
+        return
+    except MemoryError:
+        channel.send(LoadFailed(code=Code.OUT_OF_MEMORY, message="out of memory while loading"))
+        return
+    except BaseException as error:  # process boundary: whatever a candidate raises at import becomes an answer
+        channel.send(LoadFailed(code=Code.EXCEPTION, message=describe(error)))
+        return
+    gc.collect()
+    gc.disable()
+    channel.send(Loaded(containment=tuple(containment_report), settings=settings(job)))
+    CallLoop(channel, kernel).serve()
+
+
+def redirect_output(log_fd: int) -> None:
+    """Standard output and error go to the judge's pipe, standard input is empty."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+
+
+def keep_only(channel_fd: int) -> int:
+    """Move the channel to descriptor 3 and close everything else. Returns its new number."""
+    os.dup2(channel_fd, 3)
+    os.closerange(4, 4096)
+    return 3
+
+
+def set_environment(job: Job) -> None:
+    """The same neutral environment for checks and for timing; private HOME and TMPDIR."""
+    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL") if name in os.environ}
+    os.environ.clear()
+    os.environ.update(kept, HOME=job.workdir, TMPDIR=job.workdir, XDG_CACHE_HOME=job.workdir)
+    os.chdir(job.workdir)
+    sys.argv = ["kernel"]
+    if job.surface != "cpp" and "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(job.threads)
+
+
+def contain(job: Job, active: list[str]) -> list[str]:
+    """Apply what this kernel offers, outermost first. Returns the names of what is now active."""
+    if not job.sandbox:
+        return active
+    report = [*active, *containment.limit_resources()]
+    report += containment.restrict_files(readable_paths(job), [job.workdir])
+    report += containment.filter_calls(allow_processes=job.allow_processes)
+    return report
+
+
+def readable_paths(job: Job) -> list[str]:
+    """What an honest kernel may need to read. Native kernels see the system's libraries, never the framework's."""
+    paths = [*SYSTEM_PATHS, *job.read_paths]
+    if job.artifact:
+        artifact = Path(job.artifact)
+        paths.append(str(artifact if artifact.is_dir() else artifact.parent))
+    if surface_needs_torch(job):
+        paths += [sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path)]
+    return paths
+
+
+def surface_needs_torch(job: Job) -> bool:
+    """Whether this worker may use the framework's files."""
+    return job.surface == "reference" or surface_backend(job.surface).needs_torch
+
+
+def load(job: Job) -> LoadedKernel:
+    """Load the job's kernel or reference. Raises SurfaceFailure."""
+    if job.surface == "reference":
+        from pytest_klineage.worker.reference_kernel import ReferenceKernel
+
+        return ReferenceKernel(job)
+    if job.refuse_framework:
+        from pytest_klineage.worker.refusal import refuse_compute
+
+        refuse_compute()
+    return surface_backend(job.surface).load(Path(job.artifact), job.entry, job.module)
+
+
+def settings(job: Job) -> dict[str, str]:
+    """Thread counts and flags in force, for the record."""
+    report = {"threads": str(job.threads), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "")}
+    if job.surface == "reference" and job.case is not None:
+        from pytest_klineage.references import reference
+
+        report.update(reference(job.case.reference).describe(job.case))
+    return report
+
+
+def describe(error: BaseException) -> str:
+    """An exception as bounded text; an exception that cannot even be printed is described by its type."""
+    try:
+        lines = traceback.format_exception(error)
+        return bounded("".join(lines[-6:]))
+    except BaseException:  # process boundary: __str__ of a candidate's exception may raise anything
+        return f"{type(error).__name__} (its message cannot be printed)"
+
+
+def bounded(text: str) -> str:
+    """The end of a text: the last lines of a traceback are the ones that help."""
+    return text if len(text) <= MESSAGE_LIMIT else "..." + text[-MESSAGE_LIMIT:]

@@ -1,0 +1,216 @@
+"""The template: a process with its imports done that forks workers on demand, watches over them and ends them.
+
+It knows no seed, no expected value and no verdict. Every worker is forked twice: the keeper enters new namespaces and
+adopts orphans, its child loads the kernel. Ending the keeper ends everything the kernel has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from pytest_klineage.channel import Channel
+from pytest_klineage.records.messages import End, Ended, Job, Spawn, Spawned, ToTemplate
+from pytest_klineage.worker import containment
+
+LIBRARY_NAMES = re.compile(
+    r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so", re.I
+)
+"""Shared libraries that do a kernel's work for it."""
+KILL_GRACE_S = 0.5
+KILL_LIMIT_S = 5.0
+
+
+class Keeper:
+    """What the template knows of one worker."""
+
+    def __init__(self, pid: int, status_fd: int) -> None:
+        self.pid, self.status_fd = pid, status_fd
+
+
+class Template:
+    """Serves Spawn and End requests of the judge, one at a time."""
+
+    def __init__(self, channel: Channel, *, preload: str) -> None:
+        self.channel = channel
+        self.keepers: dict[int, Keeper] = {}
+        if preload == "torch":
+            import torch
+
+            # The first tensor initialises the allocator and the type system; a fork inherits them for nothing.
+            torch.zeros(1)
+        self.own_libraries = mapped_libraries(os.getpid())
+        gc.collect()
+        gc.freeze()
+
+    def serve(self) -> None:
+        """Answer requests until the judge closes the channel; then end every worker."""
+        try:
+            while True:
+                request = self.channel.receive(ToTemplate, timeout_s=None)  # type: ignore[arg-type]  # a union
+                if isinstance(request, Spawn):
+                    self.channel.send(Spawned(worker=self.spawn(request.job)))
+                else:
+                    self.channel.send(self.end(request))
+        finally:
+            for worker in list(self.keepers):
+                self.end(End(worker=worker))
+
+    def spawn(self, job: Job) -> int:
+        """Fork a keeper and, below it, the worker. Returns the keeper's process id."""
+        channel_fd, log_fd = self.channel.take_fd(), self.channel.take_fd()
+        status_read, status_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(status_read)
+            self.channel.close()
+            keep(job, channel_fd, log_fd, status_write)
+        for fd in (channel_fd, log_fd, status_write):
+            os.close(fd)
+        self.keepers[pid] = Keeper(pid, status_read)
+        return pid
+
+    def end(self, request: End) -> Ended:
+        """End one worker with everything below it."""
+        keeper = self.keepers.pop(request.worker, None)
+        if keeper is None:
+            return Ended(killed=True)
+        libraries = sorted(descendant_libraries(keeper.pid) - self.own_libraries)
+        status = read_status(keeper.status_fd, request.grace_s)
+        killed = status is None
+        if killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(keeper.pid, signal.SIGTERM)
+            read_status(keeper.status_fd, KILL_GRACE_S)
+        reap(keeper.pid)
+        os.close(keeper.status_fd)
+        code = os.waitstatus_to_exitcode(status) if status is not None else None
+        return Ended(
+            exit_code=code if code is not None and code >= 0 else None,
+            signal=-code if code is not None and code < 0 else None,
+            killed=killed,
+            libraries=tuple(libraries),
+        )
+
+
+def keep(job: Job, channel_fd: int, log_fd: int, status_fd: int) -> None:
+    """The keeper's life: start the worker in new namespaces, wait for its end, leave nothing behind. Never returns."""
+    status = 0
+    try:
+        containment.die_with_parent()
+        os.setsid()
+        containment.become_subreaper()
+        active = containment.enter_namespaces() if job.sandbox else []
+        worker = os.fork()
+        if worker == 0:
+            os.close(status_fd)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            run_to_the_end(job, channel_fd, log_fd, active)
+        os.close(channel_fd)
+        os.close(log_fd)
+        signal.signal(signal.SIGTERM, lambda _number, _frame: end_family(worker))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        status = wait_for(worker)
+        os.write(status_fd, status.to_bytes(4, "little"))
+        end_family(worker)
+    finally:
+        os._exit(0)
+
+
+def run_to_the_end(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> None:
+    """Run the worker in this process. Never returns: a fault of ours ends it with status 70 and a traceback in its log."""
+    from pytest_klineage.worker.runtime import run_worker
+
+    status = 70
+    try:
+        run_worker(job, channel_fd, log_fd, active)
+        status = 0
+    except BaseException:  # process boundary: the traceback goes to the log, the status to the judge
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait_for(worker: int) -> int:
+    """Wait status of the worker; adopted orphans that end meanwhile are reaped."""
+    while True:
+        try:
+            pid, status = os.wait()
+        except ChildProcessError:
+            return 0
+        if pid == worker:
+            return status
+
+
+def end_family(worker: int) -> None:
+    """Kill this process's children until there are none, then exit. A fork bomb loses: every round kills all it sees."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGKILL)
+    deadline = time.monotonic() + KILL_LIMIT_S
+    while time.monotonic() < deadline:
+        for pid in children(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    os._exit(0)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def mapped_libraries(pid: int) -> set[str]:
+    """Names of the shared libraries of LIBRARY_NAMES that a process has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    return {Path(line.split(maxsplit=5)[-1]).name for line in lines if LIBRARY_NAMES.search(line)}
+
+
+def descendant_libraries(pid: int) -> set[str]:
+    """Libraries mapped by a process's descendants."""
+    found: set[str] = set()
+    for child in children(pid):
+        found |= mapped_libraries(child) | descendant_libraries(child)
+    return found
+
+
+def read_status(fd: int, timeout_s: float) -> int | None:
+    """The wait status a keeper reports, or None when the worker lives on."""
+    ready, _, _ = select.select([fd], [], [], timeout_s)
+    data = os.read(fd, 4) if ready else b""
+    return int.from_bytes(data, "little") if len(data) == 4 else None
+
+
+def reap(pid: int) -> None:
+    """Wait for a keeper; kill it when it does not end by itself."""
+    deadline = time.monotonic() + KILL_GRACE_S
+    while time.monotonic() < deadline:
+        done, _status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return
+        time.sleep(0.002)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+

@@ -1,0 +1,149 @@
+"""Speedup tables: width, contents, escaping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pytest_klineage.records import Code, Status, Verdict
+from pytest_klineage.report.advice import BY_STATUS, next_step
+from pytest_klineage.report.tables import (
+    WIDTH,
+    markdown_report,
+    milliseconds,
+    note_lines,
+    ratio,
+    summary_lines,
+    table_lines,
+    terminal_report,
+)
+from pytest_klineage.results import Record, Run, RunInfo
+
+MakeVerdict = Callable[..., Verdict]
+
+
+def run_of(*verdicts: Verdict) -> Run:
+    return Run(
+        path=Path("results/runs/x"),
+        info=RunInfo(started_at="2026-01-02T03:04:05Z", platform="cpu", name="trial"),
+        records=tuple(Record(nodeid=f"test_{index}", verdict=verdict) for index, verdict in enumerate(verdicts)),
+    )
+
+
+def test_a_row_says_everything(make_verdict: MakeVerdict) -> None:
+    lines = table_lines([make_verdict(speedup=3.42)])
+    assert lines[0].split() == ["case", "kernel", "ref", "ref", "ms", "cand", "ms", "speedup", "status"]
+    assert lines[2].split() == (
+        ["gemm-64x64x64-fp32", "expert", "torch", "1.500", "0.4386", "3.42x", "[3.39,", "3.45]", "accepted"]
+    )
+
+
+def test_a_kernel_that_failed_has_no_speedup(make_verdict: MakeVerdict) -> None:
+    lines = table_lines([make_verdict(Code.REPLAY, 900.0)])
+    assert lines[2].split() == ["gemm-64x64x64-fp32", "expert", "torch", "-", "-", "-", "cheat"]
+
+
+def test_the_widest_table_of_the_main_tier_fits_without_cuts(make_verdict: MakeVerdict) -> None:
+    shape = dict(zip("NCHWFRSP", (1, 64, 56, 56, 128, 3, 1, 1), strict=True))
+    lines = table_lines([make_verdict(operator="conv2d", shape=shape, speedup=12.34)])
+    assert "conv2d-1x64x56x56x128x3x1x1-fp32" in lines[2]
+    assert max(map(len, lines)) <= WIDTH
+
+
+@given(st.text("abcdefgh-", min_size=1, max_size=90), st.text("xyz", max_size=90), st.floats(1e-6, 1e6))
+def test_no_line_is_wider_than_the_table_may_be(name: str, label: str, speedup: float) -> None:
+    from pytest_klineage.records import Interval, KernelCase, Reason, Timing
+
+    timing = Timing(
+        policy="paired", reference_ms=1e3, candidate_ms=1e3 / speedup, speedup=Interval(speedup, speedup / 2, speedup * 2),
+        reference_samples_ms=(), candidate_samples_ms=(), warmup=0, flush_bytes=0, statistic="",
+    )  # fmt: skip
+    verdict = Verdict(
+        case=KernelCase(operator=name, shape={"M": 1}, dtype="fp32", reference="flashinfer"),
+        status=Status.INCONCLUSIVE,
+        reasons=(Reason(code=Code.INCONCLUSIVE_INTERVAL, message="word " * 99),),
+        label=label,
+        timing=timing,
+    )
+    lines = [*table_lines([verdict]), *note_lines([verdict]), *summary_lines([verdict])]
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_an_empty_run_has_no_table(make_verdict: MakeVerdict) -> None:
+    assert table_lines([]) == summary_lines([]) == note_lines([]) == []
+    assert "0 verdicts" in terminal_report(run_of())
+    assert "0 verdicts" in markdown_report(run_of())
+
+
+def test_the_summary_gives_mean_and_coverage(make_verdict: MakeVerdict) -> None:
+    verdicts = [make_verdict(speedup=2.0), make_verdict(speedup=4.5), make_verdict(Code.MISMATCH, None)]
+    assert summary_lines(verdicts) == ["geomean 3.00x over 2 of 3 scored"]
+    assert summary_lines(verdicts[2:]) == ["no geomean: 0 of 1 scored"]
+    skipped = make_verdict(Code.SKIPPED_PLATFORM, None)
+    assert summary_lines([*verdicts, skipped]) == ["geomean 3.00x over 2 of 3 scored, 1 skipped"]
+
+
+def test_methods_have_a_mean_each(make_verdict: MakeVerdict) -> None:
+    verdicts = [
+        make_verdict(operator=name, label=label, speedup=speedup)
+        for name in ("gemm", "topk")
+        for label, speedup in (("naive", 0.5), ("expert", 2.0))
+    ]
+    assert summary_lines(verdicts) == [
+        "geomean 0.50x over 2 of 2 scored (naive)",
+        "geomean 2.00x over 2 of 2 scored (expert)",
+    ]
+
+
+def test_notes_give_code_and_next_step(make_verdict: MakeVerdict) -> None:
+    text = "\n".join(note_lines([make_verdict(), make_verdict(Code.UNWRITTEN, None, message="3 elements")]))
+    assert "gemm-64x64x64-fp32 expert: wrong_value.unwritten: 3 elements" in text
+    assert "next: write every element" in text
+    assert "accepted" not in text
+
+
+@pytest.mark.parametrize("status", list(Status))
+def test_every_status_has_a_next_step(status: Status) -> None:
+    assert BY_STATUS[status]
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_every_code_has_a_next_step(code: Code) -> None:
+    assert next_step(code)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (1.23456, "1.235"), (12.3456, "12.346"), (1234.56, "1234.6")]
+)
+def test_times_are_short(value: float, text: str) -> None:
+    assert milliseconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.01234, "0.012"), (0.5, "0.50"), (3.4219, "3.42"), (234.5, "234")])
+def test_ratios_are_short(value: float, text: str) -> None:
+    assert ratio(value) == text
+
+
+def test_markdown_escapes_what_would_break_the_table(make_verdict: MakeVerdict) -> None:
+    text = markdown_report(run_of(make_verdict(label="a|b"), make_verdict(Code.MISMATCH, None, message="x | y\nz")))
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 4
+    assert {row.replace("\\|", "").count("|") for row in rows} == {8}
+    assert "x \\| y z" in text
+
+
+def test_markdown_says_what_the_reference_was(make_verdict: MakeVerdict) -> None:
+    text = markdown_report(run_of(make_verdict(reference={"label": "torch", "threads": "2"})))
+    assert "- reference of gemm-64x64x64-fp32: label torch, threads 2" in text
+    assert "- machine: Test CPU @ 3 GHz" in text
+    assert "- timing policy: paired" in text
+
+
+def test_a_damaged_run_says_so(make_verdict: MakeVerdict) -> None:
+    run = Run(path=Path("x"), info=None, records=run_of(make_verdict()).records, warnings=("the last line was cut",))
+    assert "warning: the last line was cut" in terminal_report(run)
+    assert "> the last line was cut" in markdown_report(run)
