@@ -1,6 +1,6 @@
-"""Framed messages between the judge and its workers: length-prefixed JSON over a socket, with file descriptors beside it.
+"""Framed messages between judge and workers: length-prefixed JSON over a socket, with file descriptors beside it.
 
-Nothing here unpickles, and every frame is bounded: a peer that sends rubbish or too much costs an exception, not memory.
+Nothing here unpickles, and every frame is bounded: a peer that sends rubbish costs an exception, not memory.
 """
 
 from __future__ import annotations
@@ -8,15 +8,13 @@ from __future__ import annotations
 import socket
 import struct
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 HEADER = struct.Struct("<I")
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 MAX_FDS = 4
-
-T = TypeVar("T")
 
 
 class ChannelClosed(ConnectionError):
@@ -67,7 +65,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed(str(error)) from error
 
-    def receive(self, kind: type[T], *, timeout_s: float | None) -> T:
+    def receive(self, kind: Any, *, timeout_s: float | None) -> Any:
         """The next message, decoded as `kind` (a struct or a tagged union).
 
         Raises TimeoutError, ChannelClosed at end of stream, BadFrame on rubbish.
@@ -82,7 +80,7 @@ class Channel:
         del self._buffer[: HEADER.size + length]
         try:
             return msgspec.json.decode(payload, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"{error}; frame begins {payload[:80]!r}") from error
 
     def take_fd(self) -> int:
@@ -105,6 +103,8 @@ class Channel:
             except ConnectionResetError as error:
                 raise ChannelClosed(str(error)) from error
             self._fds.extend(fds)
+            if len(self._fds) > MAX_FDS:
+                raise BadFrame(f"more than {MAX_FDS} file descriptors came that nobody had asked for")
             if not data:
                 raise ChannelClosed("the peer closed the channel")
             self._buffer += data

@@ -1,14 +1,14 @@
-"""The exception tree. Exceptions are for misuse and for faults of the harness; a bad kernel is a verdict, not an exception.
+"""The exception tree: misuse, and faults of the harness. A bad kernel is a verdict, not an exception.
 
-    KlineageError
-    ├── UsageError              the caller named something that does not exist; the message lists what does
-    │   ├── UnknownName         an unknown platform, operator, dtype, reference, surface, policy or method
-    │   └── BadRecord           a record that does not decode, or that has another schema version
-    ├── MissingDependency       an optional package, compiler or device is absent; the message has the command that helps
-    └── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
-        ├── WorkerDied          a trusted worker process ended
-        ├── DeadlineExceeded    a trusted worker did not answer in time
-        └── StoreError          the run store cannot be written or read
+KlineageError
+├── UsageError              the caller named something that does not exist; the message lists what does
+│   ├── UnknownName         an unknown platform, operator, dtype, reference, surface, policy or method
+│   └── BadRecord           a record that does not decode, or that has another schema version
+├── MissingDependency       an optional package, compiler or device is absent; the message has the remedy
+└── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
+    ├── WorkerDied          a trusted worker process ended
+    ├── DeadlineExceeded    a trusted worker did not answer in time
+    └── StoreError          the run store cannot be written or read
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""The gate: the only way a kernel is accepted. The judge's side of it; what runs elsewhere is in pytest_klineage.worker."""
+"""The gate, the only way a kernel is accepted: the judge's side; what runs elsewhere is in pytest_klineage.worker."""
+
+from __future__ import annotations
 
 from pytest_klineage.gate.devices import resolve_platform
-from pytest_klineage.gate.judge import Gate, Progress
+from pytest_klineage.gate.judge import Gate
+from pytest_klineage.gate.judgement import Progress
 from pytest_klineage.gate.policy import POLICIES
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Iterator
 
 import msgspec
@@ -61,7 +62,9 @@ def audit(source: KernelSource) -> Audit:
 def _audit_native(text: str) -> Audit:
     code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
     reasons = tuple(
-        Reason(code=Code.TAMPERING, message=f"the source {what}") for pattern, what in NATIVE_TAMPERING if re.search(pattern, code)
+        Reason(code=Code.TAMPERING, message=f"the source {what}")
+        for pattern, what in NATIVE_TAMPERING
+        if re.search(pattern, code)
     )
     notes = tuple(f"the source {what}" for pattern, what in NATIVE_NOTES if re.search(pattern, code))
     return Audit(reasons=reasons, notes=notes)
@@ -69,8 +72,12 @@ def _audit_native(text: str) -> Audit:
 
 def _audit_python(text: str) -> Audit:
     try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+        with warnings.catch_warnings():
+            # Under -W error an odd escape sequence would otherwise hide the whole file.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # The last two are what the parser raises for code that is nested too deeply.
         return Audit()
     reasons, notes, fallback = [], [], False
     aliases = _module_aliases(tree)

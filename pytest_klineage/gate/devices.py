@@ -1,4 +1,4 @@
-"""The machine that is measured on: what it is, which platform it offers, and the lock that lets one process time at once."""
+"""The machine that is measured on: what it is, its platform, and the lock that lets one process time at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEAK_BYTES_PER_CORE = 1.0e12
 
 
 def resolve_platform(name: str) -> str:
-    """The canonical platform; "auto" takes a GPU platform when such a GPU is present, else the CPU. Raises UnknownName."""
+    """The canonical platform; "auto" takes a GPU's when such a GPU is present, else cpu. Raises UnknownName."""
     if name.lower() != "auto":
         return platform_name(name)
     return {"9.0": "sm90", "12.0": "sm120"}.get(compute_capability(), "cpu")
@@ -76,7 +76,11 @@ def describe_cpu(software: dict[str, str], settings: dict[str, str]) -> Machine:
         device=processor_name(),
         cores=usable_cores(),
         cache_bytes=last_level_cache_bytes(),
-        software={"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}", **software},
+        software={
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            **software,
+        },
         settings=settings,
     )
 
@@ -88,7 +92,12 @@ def timing_lock(device: str) -> Iterator[None]:
     A file lock ends with its process, so a killed run leaves nothing locked.
     """
     path = Path(tempfile.gettempdir()) / f"klineage-timing-{device}.lock"
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        # Not with O_CREAT at once: Linux refuses that in /tmp for a file that another user has made.
+        fd = os.open(path, flags)
+    except FileNotFoundError:
+        fd = os.open(path, flags | os.O_CREAT, 0o666)
     try:
         with contextlib.suppress(OSError):
             os.fchmod(fd, 0o666)

@@ -16,12 +16,14 @@ from pytest_klineage.records.messages import Ended, Opened
 CLOCK_SHARE, CLOCK_FLOOR_MS = 0.10, 0.1
 """The trusted clock may exceed the worker's, beyond what it does for the reference, by this share or this much."""
 CLOCK_QUANTILE = 0.9
-CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f]|^(?=::)", re.M)
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+COMMAND = re.compile(r"^(\s*:)(?=:)|(##)(?=\[)", re.M)
+"""Where a line would be a command to GitHub's runner, which skips leading space and finds "##[" anywhere."""
 
 
 def clean(text: str, limit: int = 4000) -> str:
     """Text of a candidate, made harmless for terminals and CI logs."""
-    text = CONTROL.sub(" ", text)
+    text = COMMAND.sub(r"\g<0> ", CONTROL.sub(" ", text))
     return text if len(text) <= limit else text[:limit] + f"\n... {len(text) - limit} more characters"
 
 
@@ -32,8 +34,12 @@ def how_it_ended(ended: Ended, *, flooded: bool, printed: int) -> Reason:
     if ended.signal is not None:
         name = signal.Signals(ended.signal).name if ended.signal in list(signal.Signals) else str(ended.signal)
         if ended.signal == signal.SIGKILL:
-            return Reason(code=Code.OUT_OF_MEMORY, message="the process was killed by the system, most likely for memory")
-        return Reason(code=Code.CRASH, message=f"the kernel's process ended by {name}", evidence={"signal": ended.signal})
+            return Reason(
+                code=Code.OUT_OF_MEMORY, message="the process was killed by the system, most likely for memory"
+            )
+        return Reason(
+            code=Code.CRASH, message=f"the kernel's process ended by {name}", evidence={"signal": ended.signal}
+        )
     if ended.exit_code == 0:
         return Reason(code=Code.EARLY_EXIT, message="the kernel's process ended with status 0 before it had answered")
     if ended.exit_code is not None:
@@ -70,8 +76,12 @@ def charged(samples: Samples) -> Samples:
     clocks = clocks_of(samples)
     allowed = clocks.allowed_ms
     return Samples(
-        reference=[own + max(0.0, gap - allowed) for own, gap in zip(samples.reference, clocks.reference_gaps, strict=True)],
-        candidate=[own + max(0.0, gap - allowed) for own, gap in zip(samples.candidate, clocks.candidate_gaps, strict=True)],
+        reference=[
+            own + max(0.0, gap - allowed) for own, gap in zip(samples.reference, clocks.reference_gaps, strict=True)
+        ],
+        candidate=[
+            own + max(0.0, gap - allowed) for own, gap in zip(samples.candidate, clocks.candidate_gaps, strict=True)
+        ],
         reference_wall=samples.reference_wall,
         candidate_wall=samples.candidate_wall,
     )
@@ -113,6 +123,7 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
     interval = outcome.interval
     place = standing(interval, at_least=case.at_least, margin=margin)
     shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
+    evidence: dict[str, float | int | str | bool]
     evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least}
     codes = {
         Standing.FASTER: (Code.ACCEPTED_FASTER, f"faster than the reference: {shown}"),

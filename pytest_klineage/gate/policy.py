@@ -75,7 +75,7 @@ class Policy(ABC):
 
 
 class Paired(Policy):
-    """Reference and candidate alternate on the same inputs, each pair in random order; stops when precise or out of time."""
+    """Both sides alternate on the same inputs, pairs in random order; stops when precise or out of time."""
 
     name: ClassVar[str] = "paired"
 
@@ -112,7 +112,9 @@ class Paired(Policy):
         )
 
     def _interval(self, samples: Samples, confidence: float, resamples: int) -> Interval:
-        return statistics.paired_interval(samples.reference, samples.candidate, confidence=confidence, resamples=resamples)
+        return statistics.paired_interval(
+            samples.reference, samples.candidate, confidence=confidence, resamples=resamples
+        )
 
 
 class Paper(Policy):

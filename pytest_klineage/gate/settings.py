@@ -16,6 +16,8 @@ DEFENCES = frozenset({
 })  # fmt: skip
 """Every defence that can be switched off, which only the tests of the defences do."""
 
+DAY_S = 86400.0
+
 
 def default_cache_dir() -> Path:
     """$XDG_CACHE_HOME/pytest-klineage or ~/.cache/pytest-klineage."""
@@ -56,9 +58,9 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
         for defence in self.defences - DEFENCES:
             raise UnknownName("defence", defence, DEFENCES)
         for name, low, high in (
-            ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("time_limit_s", 0.05, 86400.0),
-            ("seeds", 1, 1000), ("threads", 0, 4096), ("build_timeout_s", 0.1, 86400.0), ("load_timeout_s", 0.1, 86400.0),
-            ("run_timeout_s", 0.05, 86400.0),
+            ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("seeds", 1, 1000),
+            ("threads", 0, 4096), ("time_limit_s", 0.05, DAY_S), ("build_timeout_s", 0.1, DAY_S),
+            ("load_timeout_s", 0.1, DAY_S), ("run_timeout_s", 0.05, DAY_S),
         ):  # fmt: skip
             value = getattr(self, name)
             if not low <= value <= high:

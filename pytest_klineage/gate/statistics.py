@@ -52,8 +52,7 @@ def paired_interval(
     draw = random.Random(seed)
     count = len(ratios)
     if count < FEW_PAIRS:
-        ends = (median(ratios), min(ratios), max(ratios))
-        return Interval(*(math.exp(value) for value in ends), confidence)
+        return Interval(math.exp(median(ratios)), math.exp(min(ratios)), math.exp(max(ratios)), confidence)
     medians = sorted(median(draw.choices(ratios, k=count)) for _ in range(resamples))
     tail = (1 - confidence) / 2
     low, high = quantile(medians, tail), quantile(medians, 1 - tail)
@@ -71,16 +70,20 @@ def unpaired_interval(
     resamples: int = FINAL_RESAMPLES,
     seed: int = 0,
 ) -> Interval:
-    """Ratio of the two medians with a percentile bootstrap interval, for policies that time one side after the other."""
+    """Ratio of the two medians with its bootstrap interval, for policies that time one side after the other."""
     draw = random.Random(seed)
     ratios = sorted(
-        speedup(median(draw.choices(reference_ms, k=len(reference_ms))), median(draw.choices(candidate_ms, k=len(candidate_ms))))
+        speedup(_median_of_resample(reference_ms, draw), _median_of_resample(candidate_ms, draw))
         for _ in range(resamples)
     )  # fmt: skip
     estimate = speedup(median(reference_ms), median(candidate_ms))
     tail = (1 - confidence) / 2
     low, high = min(quantile(ratios, tail), estimate), max(quantile(ratios, 1 - tail), estimate)
     return Interval(estimate, low, high, confidence)
+
+
+def _median_of_resample(values: Sequence[float], draw: random.Random) -> float:
+    return median(draw.choices(values, k=len(values)))
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -118,7 +121,7 @@ def standing(interval: Interval, *, at_least: float, margin: float) -> Standing:
 
     slower: the whole interval lies below at_least * (1 - margin). inconclusive: it reaches from below that line to
     above it. Otherwise the requirement is met: faster when the interval lies above 1, same when it contains 1 or the
-    requirement is 1, meets when the kernel is slower than the reference but not than what was asked.
+    requirement is 1, meets when the kernel is slower than the reference but not than asked.
     """
     line = at_least * (1 - margin)
     if interval.high < line:

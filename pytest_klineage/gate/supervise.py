@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -42,10 +42,12 @@ ERROR_TAIL = 2_000
 class WorkerProcess:
     """One trusted process: `python -m pytest_klineage.worker ROLE`, with a channel to it."""
 
-    def __init__(self, role: str, *, preload: str = "none", threads: int, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, role: str, *, preload: str = "none", threads: int, environment: dict[str, str] | None = None
+    ) -> None:
         ours, theirs = socket.socketpair()
         self.role = role
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process; close() ends both
         command = [sys.executable, "-P", "-s", "-m", "pytest_klineage.worker", role, str(theirs.fileno())]
         self.process = subprocess.Popen(
             [*command, "--preload", preload],
@@ -60,15 +62,19 @@ class WorkerProcess:
         )
         theirs.close()
         self.channel = Channel(ours)
+        self.lost = False
+        """Whether it died or owes an answer: the next request needs another process."""
 
-    def ask(self, request: object, kind: type[T], deadline_s: float, fds: list[int] | None = None) -> T:
+    def ask(self, request: object, kind: Any, deadline_s: float, fds: list[int] | None = None) -> Any:
         """Send a request and wait for its answer. Raises WorkerDied or DeadlineExceeded."""
         try:
             self.channel.send(request, fds)
             return self.channel.receive(kind, timeout_s=deadline_s)
         except (ChannelClosed, BadFrame) as error:
+            self.lost = True
             raise WorkerDied(f"the {self.role} process ended ({error}).{self._last_words()}") from error
         except TimeoutError as error:
+            self.lost = True
             raise DeadlineExceeded(f"the {self.role} process did not answer within {deadline_s:g} s") from error
 
     def _last_words(self) -> str:
@@ -81,10 +87,10 @@ class WorkerProcess:
         return f" It printed: {text}" if text else " It printed nothing; the system may have run out of memory."
 
     def close(self) -> None:
-        """End the process: closing its channel is enough, the rest is patience."""
+        """End the process: closing its channel is enough, the rest is patience. A lost one gets none."""
         self.channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_DEADLINE_S)
+            self.process.wait(0 if self.lost else END_DEADLINE_S)
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -99,7 +105,12 @@ def worker_environment(threads: int) -> dict[str, str]:
         paths = environment["PYTHONPATH"].split(os.pathsep)
         environment["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in paths if path)
     count = str(threads)
-    return environment | {"LC_ALL": "C.UTF-8", "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONHASHSEED": "0"}
+    return environment | {
+        "LC_ALL": "C.UTF-8",
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "PYTHONHASHSEED": "0",
+    }
 
 
 class LogDrain:
@@ -160,6 +171,11 @@ class Worker:
                 shutil.rmtree(self.workdir, ignore_errors=True)
         return self.ended
 
+    def discard(self) -> None:
+        """Remove what is left of a worker whose template is gone."""
+        self.oracle_end.close()
+        shutil.rmtree(self.workdir, ignore_errors=True)
+
 
 class Processes:
     """The oracle and the templates of one judge, started when first needed and kept."""
@@ -171,19 +187,26 @@ class Processes:
 
     def oracle(self) -> WorkerProcess:
         """The oracle. Its idle threads sleep at once, or they would take cores from what is being timed."""
+        if self._oracle is not None and self._oracle.lost:
+            self._oracle.close()
+            self._oracle = None
         if self._oracle is None:
             self._oracle = WorkerProcess("oracle", threads=self.threads, environment={"OMP_WAIT_POLICY": "PASSIVE"})
         return self._oracle
 
     def template(self, preload: str) -> WorkerProcess:
         """The template with torch loaded, or the bare one."""
+        if preload in self._templates and self._templates[preload].lost:
+            self._templates.pop(preload).close()
         if preload not in self._templates:
             self._templates[preload] = WorkerProcess("template", preload=preload, threads=self.threads)
         return self._templates[preload]
 
-    def ask_oracle(self, request: ToOracle, kind: type[T], deadline_s: float, fds: list[int] | None = None) -> T | Problem:
+    def ask_oracle(
+        self, request: ToOracle, kind: type[T], deadline_s: float, fds: list[int] | None = None
+    ) -> T | Problem:
         """An answer of `kind`, or a worker's problem. Raises HarnessError or UsageError for the oracle's own faults."""
-        answer = self.oracle().ask(request, FromOracle, deadline_s, fds)  # type: ignore[arg-type, var-annotated]  # a union
+        answer = self.oracle().ask(request, FromOracle, deadline_s, fds)
         if isinstance(answer, OracleFault):
             if answer.kind in ("UsageError", "UnknownName"):
                 raise UsageError(answer.message)
@@ -191,6 +214,12 @@ class Processes:
         if not isinstance(answer, kind | Problem):
             raise HarnessError(f"the oracle answered with a {type(answer).__name__}")
         return answer
+
+    def abort(self) -> None:
+        """End everything at once. Keepers and workers die with their template."""
+        for process in (*self._templates.values(), *((self._oracle,) if self._oracle else ())):
+            process.process.kill()
+        self.close()
 
     def close(self) -> None:
         """End everything. Templates end their workers first."""

@@ -3,6 +3,7 @@
 [kernel]                       operator, platform, surface
 [variants.expert]              files (the first is compiled), entry, flags, techniques, label
 [variants.naive]               as many variants as there are; "expert" and "naive" are what suites ask for
+[[stages]]                     file, adds, preconditions, risks: the way from naive to expert, one optimization each
 [contract]                     what the kernel demands of its arguments; free text by topic
 [provenance]                   where it comes from: author, licence, source
 """
@@ -34,6 +35,17 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What tables call it; the variant's name when empty."""
 
 
+class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One kernel on the way from naive to expert; it adds a single optimization to the stage before it."""
+
+    file: str
+    """Relative to the folder."""
+    adds: str
+    """The optimization, in the field's words."""
+    preconditions: tuple[str, ...] = ()
+    risks: tuple[str, ...] = ()
+
+
 class Expert(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels of one operator, platform and surface."""
 
@@ -42,6 +54,8 @@ class Expert(msgspec.Struct, frozen=True, kw_only=True):
     surface: Surface
     directory: Path
     variants: dict[str, Variant]
+    stages: tuple[Stage, ...] = ()
+    """Naive first; empty where none are kept."""
     contract: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
 
@@ -65,6 +79,7 @@ class _Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel: _Kernel
     variants: dict[str, Variant]
+    stages: tuple[Stage, ...] = ()
     contract: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
 
@@ -87,6 +102,7 @@ def read_expert(path: Path) -> Expert:
         surface=parsed.kernel.surface,
         directory=path.parent,
         variants=dict(sorted(parsed.variants.items())),
+        stages=parsed.stages,
         contract=parsed.contract,
         provenance=parsed.provenance,
     )
@@ -109,9 +125,12 @@ def _check(path: Path, parsed: _File) -> None:
     for name, variant in parsed.variants.items():
         if not variant.files:
             raise UsageError(f"{path}: variants.{name} has no files")
-        for file in variant.files:
-            if Path(file).is_absolute() or ".." in Path(file).parts:
-                raise UsageError(f"{path}: variants.{name}: {file} must lie in the expert's own folder")
+    for file in (
+        *(file for variant in parsed.variants.values() for file in variant.files),
+        *(s.file for s in parsed.stages),
+    ):
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise UsageError(f"{path}: {file} must lie in the expert's own folder")
 
 
 def _read(path: Path) -> str:

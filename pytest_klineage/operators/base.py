@@ -147,6 +147,6 @@ def named_shape(operator: Operator, shape: tuple[int, ...] | dict[str, int]) -> 
     if missing:
         raise UsageError(f"{operator.name} also needs the axes {', '.join(missing)}")
     for axis, size in shape.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < (0 if axis == "pad" else 1):
+        if type(size) is not int or size < (0 if axis == "pad" else 1):
             raise UsageError(f"axis {axis} of {operator.name} must be a positive integer, got {size!r}")
     return {axis: shape[axis] for axis in axes}

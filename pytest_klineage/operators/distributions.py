@@ -38,7 +38,7 @@ def uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
 
 
 def spiked(values: torch.Tensor, generator: torch.Generator, *, count: int, size: float) -> torch.Tensor:
-    """`values` (contiguous, changed in place) with `count` random elements replaced by `size` to 2 `size`, either sign."""
+    """`values` (contiguous, changed in place) with `count` random elements of magnitude `size` to 2 `size`."""
     import torch
 
     flat = values.view(-1)

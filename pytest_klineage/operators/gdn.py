@@ -139,7 +139,9 @@ class Gdn(Operator):
         q, k, v = inputs["q"], inputs["k"], inputs["v"]
         # Value heads move inside their group and groups move as a whole, so that every head keeps its keys.
         key_order, _ = permutation(key_heads, generator, q)
-        inner, _ = permutation(group, generator, q)
+        inner = uniform((key_heads, group), generator).argsort(1).to(q.device)
+        if key_heads == 1:
+            inner, _ = permutation(group, generator, q)
         order = (key_order[:, None] * group + inner).flatten()
         back = torch.argsort(order)
         key_signs = signs((key_heads, width), generator).to(q)

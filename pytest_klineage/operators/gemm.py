@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 LARGE = {"fp32": 1e15, "fp16": 16.0, "bf16": 1e15}
 """Factor of the large-magnitude regime: products stay representable in the output type."""
 
-SPIKE = {"fp32": 100.0, "fp16": 50.0, "bf16": 100.0}
-"""Size of spikes: two of them, doubled and nudged, multiply to less than fp16's 65504."""
+SPIKE = {"fp32": 100.0, "fp16": 16.0, "bf16": 100.0}
+"""Size of spikes: a nudged one times another stays below fp16's 65504."""
+
+NUDGE = 32.0
+"""A nudge in largest elements: one term that outweighs the rounding of shifted bf16 sums up to K = 16384."""
 
 SHIFT = 1.0
 """Mean of the shifted regime. More would bury the differences between outputs under bf16's rounding for long sums."""
@@ -93,7 +96,7 @@ class Gemm(Operator):
     def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         m, _n, k = case.shape.values()
         where = (random_index(m, generator), random_index(k, generator))
-        return {"a": nudged(inputs["a"], where), "b": inputs["b"]}
+        return {"a": nudged(inputs["a"], where, factor=NUDGE), "b": inputs["b"]}
 
     def flops(self, case: KernelCase) -> float:
         m, n, k = case.shape.values()

@@ -55,6 +55,7 @@ class TopK(Operator):
         return Signature(
             inputs=(dense("x", case.dtype, rows, columns),),
             outputs=(dense("values", case.dtype, rows, k), dense("indices", "int64", rows, k)),
+            scalars={"k": float(k)},
         )
 
     def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pytest_klineage.records import Reason, Status, Verdict
+from pytest_klineage.records import Code, Reason, Status, Verdict
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.tables import milliseconds, speedup_text
 
@@ -26,9 +26,11 @@ def explain(verdict: Verdict) -> str:
             f"speedup {speedup_text(verdict)}, required {verdict.case.at_least:g}x"
         )
     lines.append(f"  next: {next_step(verdict.code)}")
-    if verdict.status in (Status.BUILD_ERROR, Status.TIMEOUT) and verdict.build is not None:
-        lines += _log("the compiler said", verdict.build.log, keep_end=False)
-    lines += _log("the kernel printed", verdict.log, keep_end=True)
+    if verdict.status is Status.BUILD_ERROR or verdict.code is Code.TIMEOUT_BUILD:
+        # Nothing has run yet: the log is the compiler's, and its first error is the one that matters.
+        lines += _log("the compiler said", verdict.log or (verdict.build.log if verdict.build else ""), keep_end=False)
+    else:
+        lines += _log("the kernel printed", verdict.log, keep_end=True)
     return "\n".join(lines)
 
 
@@ -43,7 +45,7 @@ def _figure(value: float | int | str | bool) -> str:
 
 
 def _log(title: str, text: str, *, keep_end: bool) -> list[str]:
-    """A log's beginning (a compiler's first error is the one that matters) or its end, bounded."""
+    """A log's beginning or its end, bounded."""
     lines = [line[:LOG_COLUMNS] for line in text.splitlines() if line.strip()]
     if not lines:
         return []

@@ -126,7 +126,7 @@ class KernelGate:
 
 
 def give_up(trouble: KlineageError) -> NoReturn:
-    """End the test without a verdict: skip it for want of a dependency, fail it for misuse or a fault of the harness."""
+    """End the test without a verdict: a skip for want of a dependency, else a failure."""
     __tracebackhide__ = True
     if isinstance(trouble, MissingDependency):
         pytest.skip(f"klineage: {trouble}")

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytest
 
@@ -77,7 +77,7 @@ def word(text: str) -> str:
 OPTIONS = (
     Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
     Option(
-        "mode", "gate|record", one_of(*MODES), "gate: a bad kernel fails its test. record: it is data. (default: gate)"
+        "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
     ),
     Option("policy", "NAME", word, "Timing policy that decides: paired or paper (default: paired)"),
     Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
@@ -156,7 +156,8 @@ def add_options(parser: pytest.Parser) -> None:
             default=None,
             help=option.help,
         )
-        parser.addini(option.key, option.help, type="args" if option.repeatable else "string", default=None)
+        kind: Literal["args", "string"] = "args" if option.repeatable else "string"
+        parser.addini(option.key, option.help, type=kind, default=None)
 
 
 def option_value(config: pytest.Config, option: Option) -> Any:

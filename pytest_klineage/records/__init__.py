@@ -1,5 +1,7 @@
 """The words of the project: frozen records without I/O and without torch. Everything that is stored or sent is one."""
 
+from __future__ import annotations
+
 from pytest_klineage.records.case import DTYPES, KernelCase, LibraryPolicy, Option
 from pytest_klineage.records.codec import from_json, from_plain, json_schema, to_json, to_plain
 from pytest_klineage.records.platform import PLATFORMS, Machine, platform_name

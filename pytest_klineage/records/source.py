@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from enum import StrEnum
 
 import msgspec
+
+from pytest_klineage.errors import UsageError
 
 
 class Surface(StrEnum):
@@ -23,10 +26,15 @@ SUFFIXES = {".cpp": Surface.CPP, ".cc": Surface.CPP, ".cxx": Surface.CPP, ".cu":
 
 
 class SourceFile(msgspec.Struct, frozen=True):
-    """One file of a kernel: its name without directories, and its text."""
+    """One file of a kernel: its name without directories, and its text. Raises UsageError for any other name."""
 
     name: str
     text: str
+
+    def __post_init__(self) -> None:
+        # The name becomes a file below the build cache and an argument of a compiler; a model may have chosen it.
+        if not re.fullmatch(r"[^/\0@.-][^/\0]*", self.name):
+            raise UsageError(f"a source file is called by its plain name, such as kernel.cu, got {self.name!r}")
 
 
 class KernelSource(msgspec.Struct, frozen=True, kw_only=True):

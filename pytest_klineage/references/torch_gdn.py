@@ -32,7 +32,7 @@ def prepare_gdn(case: KernelCase) -> Call:
     def split(tensor: torch.Tensor) -> torch.Tensor:
         """[T,h,…] to [n,h,C,…], padded with tokens that change nothing."""
         padded = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-        return padded.unflatten(0, (chunks, size)).transpose(1, 2)
+        return padded.reshape(chunks, size, *tensor.shape[1:]).transpose(1, 2)
 
     def decays(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """exp of summed gates: from the chunk's start [n,HQK,group,C,1], and between tokens [n,HQK,group,C,C]."""
@@ -80,8 +80,10 @@ def unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
 
     size = lower.shape[-1]
     identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    inverse: torch.Tensor
     if size & (size - 1) or size < INVERSE_BASE:
-        return torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, unitriangular=True)
+        inverse = torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False, unitriangular=True)
+        return inverse
     # A strictly lower block X of 16 rows has X^16 = 0: inv(I + X) = (I - X)(I + X^2)(I + X^4)(I + X^8).
     power = diagonal_blocks(lower, INVERSE_BASE).tril(-1).neg_()
     inverse = power + identity[:INVERSE_BASE, :INVERSE_BASE]

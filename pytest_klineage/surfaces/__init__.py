@@ -48,12 +48,18 @@ def read_source(
     main = Path(path)
     if surface is None:
         if main.suffix not in SUFFIXES:
-            raise UsageError(f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}")
+            raise UsageError(
+                f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}"
+            )
         surface = SUFFIXES[main.suffix].value
     surface_backend(surface)
     files = tuple(SourceFile(name=Path(item).name, text=_read(Path(item))) for item in (main, *also))
     return KernelSource(
-        surface=Surface(surface), files=files, entry=entry or DEFAULT_ENTRY, flags=tuple(flags), label=label or main.stem
+        surface=Surface(surface),
+        files=files,
+        entry=entry or DEFAULT_ENTRY,
+        flags=tuple(flags),
+        label=label or main.stem,
     )
 
 

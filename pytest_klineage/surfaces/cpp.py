@@ -65,7 +65,7 @@ def check_flags(flags: tuple[str, ...]) -> None:
         if not any(re.fullmatch(pattern, flag) for pattern in ALLOWED_FLAGS):
             raise SurfaceFailure(
                 Code.FLAG_REFUSED,
-                f"the compiler flag {flag!r} is not allowed; optimisation, -m, -f, -D, -W and -std flags without files are",
+                f"the compiler flag {flag!r} is not allowed; -O, -m, -f, -D, -W and -std flags without files are",
             )
 
 

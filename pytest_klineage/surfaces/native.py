@@ -76,7 +76,7 @@ class NativeKernel(Loaded):
         except AttributeError as error:
             raise SurfaceFailure(
                 Code.ENTRY_MISSING,
-                f"the library exports no symbol {entry!r}; declare it extern \"C\" int {entry}(const klineage_call *)",
+                f'the library exports no symbol {entry!r}; declare it extern "C" int {entry}(const klineage_call *)',
             ) from error
         self._function.restype = ctypes.c_int
         self._function.argtypes = (ctypes.POINTER(CCall),)

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,6 +113,11 @@ def tensor_view(memory: Memory, placement: Placement) -> Any:
 def parse(name: str, text: str) -> None:
     """Raise SurfaceFailure for source that is not Python."""
     try:
-        ast.parse(text, name)
+        with warnings.catch_warnings():
+            # The caller's -W error is about the caller's code, not about a kernel's escape sequences.
+            warnings.simplefilter("ignore")
+            ast.parse(text, name)
     except (SyntaxError, ValueError) as error:
         raise SurfaceFailure(Code.COMPILE, f"{name} is not valid Python: {error}", log=str(error)) from error
+    except (RecursionError, MemoryError) as error:
+        raise SurfaceFailure(Code.COMPILE, f"{name} is nested too deeply for Python's parser") from error

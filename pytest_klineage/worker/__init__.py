@@ -1,1 +1,1 @@
-"""The processes that the judge starts: `python -m pytest_klineage.worker oracle|template`. Nobody imports this package."""
+"""The processes that the judge starts by `python -m pytest_klineage.worker`; no other package imports this one."""

@@ -1,4 +1,4 @@
-"""Entry of a worker process: `python -m pytest_klineage.worker ROLE FD [--preload torch]`; FD is its channel to the judge."""
+"""Entry of a worker: `python -m pytest_klineage.worker ROLE FD [--preload torch]`; FD is its channel to the judge."""
 
 from __future__ import annotations
 

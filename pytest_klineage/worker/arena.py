@@ -1,4 +1,4 @@
-"""Shared memory between the oracle and one worker: layout with guard bands, tensors over it, and what it looked like before.
+"""Shared memory between the oracle and one worker: layout with guard bands, and tensors over it.
 
 The oracle owns the memory (a memfd); the worker maps the same pages. Nothing secret is ever written into it.
 """

@@ -51,7 +51,7 @@ class CallLoop:
         """Answer until told to stop or until the oracle is gone."""
         while True:
             try:
-                request = self.channel.receive(ToWorker, timeout_s=None)  # type: ignore[arg-type]  # a union
+                request: ToWorker = self.channel.receive(ToWorker, timeout_s=None)
             except ChannelClosed:
                 return
             if isinstance(request, Stop):

@@ -1,4 +1,4 @@
-"""Linux containment of an untrusted worker: namespaces, Landlock, seccomp, resource limits. Each says whether it is active.
+"""Linux containment of an untrusted worker: namespaces, Landlock, seccomp, limits. Each says whether it is active.
 
 Everything here is best effort by design: a kernel that lacks a mechanism leaves it out, and the verdict lists what was
 active. The numbers are those of the Linux UAPI headers (landlock.h, seccomp.h, prctl.h, sched.h).
@@ -102,7 +102,7 @@ class _PathRule(ctypes.Structure):
 
 def landlock_abi() -> int:
     """Version of Landlock that the kernel offers; 0 when it offers none."""
-    return max(0, LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1))
+    return max(0, int(LIBC.syscall(LANDLOCK_CREATE_RULESET, None, 0, 1)))
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> list[str]:
@@ -182,7 +182,7 @@ REFUSE, ALLOW = (RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)
 
 
 def filter_calls(*, allow_processes: bool) -> list[str]:
-    """Refuse system calls that reach other processes, the network or the machine; without processes, refuse those too."""
+    """Refuse system calls that reach other processes, the network or the machine; on request also new processes."""
     machine = platform.machine()
     if machine not in SYSCALLS:
         return []

@@ -28,12 +28,9 @@ DETACH: Callable[..., Any] = _base.detach
 
 
 def materialise(result: Any, memory: Memory, slot: Slot) -> tuple[ReturnedTensor, ...]:
-    """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is not as specified."""
+    """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is amiss."""
     values = list(result.values()) if type(result) is dict else result
-    if type(values) in (tuple, list) or isinstance(values, tuple):
-        tensors = list(values)
-    else:
-        tensors = [values]
+    tensors = list(values) if isinstance(values, tuple | list) else [values]
     if len(tensors) != len(slot.outputs):
         raise SurfaceFailure(
             Code.OUTPUT_COUNT, f"the kernel returned {len(tensors)} outputs, the operator has {len(slot.outputs)}"
@@ -54,7 +51,9 @@ def check(tensor: Any, view: torch.Tensor, name: str) -> None:
     if type(tensor) is not torch.Tensor:
         raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is a {type(tensor).__name__}, not a plain torch.Tensor")
     if vars(tensor):
-        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} carries attributes of its own: {sorted(vars(tensor))[:5]}")
+        raise SurfaceFailure(
+            Code.FAKE_TENSOR, f"output {name} carries attributes of its own: {sorted(vars(tensor))[:5]}"
+        )
     if DEVICE.__get__(tensor) != view.device or LAYOUT.__get__(tensor) is not torch.strided:
         raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is not a dense tensor on {view.device}")
     shape, dtype = tuple(SHAPE.__get__(tensor)), DTYPE.__get__(tensor)

@@ -26,12 +26,14 @@ from pytest_klineage.records.messages import (
     OpenCase,
     Opened,
     OracleFault,
-    Problem as ProblemMessage,
     Sample,
     Shutdown,
     Timed,
     TimeRequest,
     ToOracle,
+)
+from pytest_klineage.records.messages import (
+    Problem as ProblemMessage,
 )
 from pytest_klineage.worker.arena import SharedArena
 from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
@@ -52,6 +54,7 @@ class Oracle:
         self.cases: OrderedDict[bytes, ProblemSet] = OrderedDict()
         self.problems: ProblemSet | None = None
         self.players: dict[str, Player] = {}
+        self.turn = "candidate"
         self.schedule = Schedule()
         self.flush_buffer = torch.empty(0)
 
@@ -62,13 +65,13 @@ class Oracle:
             CheckRequest: self.check, TimeRequest: self.time,
         }  # fmt: skip
         while True:
-            request: Request = self.channel.receive(ToOracle, timeout_s=None)  # type: ignore[arg-type]  # a union
+            request: Request = self.channel.receive(ToOracle, timeout_s=None)
             if isinstance(request, Shutdown):
                 return
             try:
                 answer = handlers[type(request)](request)  # type: ignore[operator]  # keyed by the request's type
             except WorkerProblem as problem:
-                role = getattr(request, "role", "candidate")
+                role = getattr(request, "role", self.turn)
                 answer = ProblemMessage(role=role, reasons=tuple(problem.reasons), gone=problem.gone)
             except (KlineageError, RuntimeError, ValueError, MemoryError) as error:
                 answer = OracleFault(kind=type(error).__name__, message=str(error)[:2000])
@@ -142,6 +145,7 @@ class Oracle:
             view, slot = self.schedule.next(problems, fresh=fresh)
             for role in request.order:
                 self.flush()
+                self.turn = role
                 # The reference is trusted; comparing its outputs would only make the pair slower.
                 defences = request.defences if role == "candidate" else frozenset({"poison"})
                 outcome = self.players[role].run(view, 0, slot, request.deadline_s, defences)

@@ -10,13 +10,93 @@ import warnings
 from typing import Any
 
 GLUE = frozenset(
-    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like ones full full_like "
-    "new_zeros new_full scalar_tensor arange view _unsafe_view as_strided as_strided_ reshape _reshape_alias transpose "
-    "transpose_ t t_ permute expand expand_as squeeze unsqueeze slice select narrow split split_with_sizes chunk unbind "
-    "diagonal alias detach detach_ lift lift_fresh movedim flatten unflatten copy_ _to_copy to clone contiguous zero_ "
-    "fill_ set_ resize_ item _local_scalar_dense is_pinned pin_memory stride size numel dim sym_size sym_stride "
-    "sym_numel sym_storage_offset is_contiguous storage_offset unfold real view_as_real view_as_complex view_as "
-    "squeeze_ unsqueeze_ swapaxes atleast_1d atleast_2d _conj conj resolve_conj resolve_neg equal copy".split()
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "empty_permuted",
+        "new_empty",
+        "new_empty_strided",
+        "zeros",
+        "zeros_like",
+        "ones",
+        "full",
+        "full_like",
+        "new_zeros",
+        "new_full",
+        "scalar_tensor",
+        "arange",
+        "view",
+        "_unsafe_view",
+        "as_strided",
+        "as_strided_",
+        "reshape",
+        "_reshape_alias",
+        "transpose",
+        "transpose_",
+        "t",
+        "t_",
+        "permute",
+        "expand",
+        "expand_as",
+        "squeeze",
+        "unsqueeze",
+        "slice",
+        "select",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "diagonal",
+        "alias",
+        "detach",
+        "detach_",
+        "lift",
+        "lift_fresh",
+        "movedim",
+        "flatten",
+        "unflatten",
+        "copy_",
+        "_to_copy",
+        "to",
+        "clone",
+        "contiguous",
+        "zero_",
+        "fill_",
+        "set_",
+        "resize_",
+        "item",
+        "_local_scalar_dense",
+        "is_pinned",
+        "pin_memory",
+        "stride",
+        "size",
+        "numel",
+        "dim",
+        "sym_size",
+        "sym_stride",
+        "sym_numel",
+        "sym_storage_offset",
+        "is_contiguous",
+        "storage_offset",
+        "unfold",
+        "real",
+        "view_as_real",
+        "view_as_complex",
+        "view_as",
+        "squeeze_",
+        "unsqueeze_",
+        "swapaxes",
+        "atleast_1d",
+        "atleast_2d",
+        "_conj",
+        "conj",
+        "resolve_conj",
+        "resolve_neg",
+        "equal",
+        "copy",
+    ]
 )
 """Operators that move or make tensors and compute nothing."""
 
@@ -29,7 +109,7 @@ def refuse_compute() -> None:
     """Replace the CPU implementation of every computing ATen operator in this process. There is no way back."""
     import torch
 
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sorted(set(torch._C._dispatch_get_all_op_names())):
@@ -52,6 +132,6 @@ def refuser(name: str) -> Any:
     """A function that refuses one operator by name."""
 
     def refuse(*_arguments: object, **_named: object) -> None:
-        raise FrameworkRefused(f"{name} was called; this case asks for a kernel of its own (library=\"forbid\")")
+        raise FrameworkRefused(f'{name} was called; this case asks for a kernel of its own (library="forbid")')
 
     return refuse

@@ -1,8 +1,10 @@
-"""One repetition of one worker as the oracle sees it: prepare memory, run, take two clocks, compare. All defences act here."""
+"""One repetition of one worker as the oracle sees it: prepare memory, run, take two clocks, compare."""
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import sys
 import time
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -38,6 +40,14 @@ EARLY_SAMPLES = 256
 SETTLE_S = 0.05
 """How long a wrong output is given to change: if it does, work went on after the call had returned."""
 
+LARGEST = sys.float_info.max
+"""Stands for an infinite error in records: JSON has no infinity."""
+WORKER_CODES = frozenset({
+    Code.ENTRY_MISSING, Code.EXCEPTION, Code.RETURNED_ERROR, Code.OUT_OF_MEMORY, Code.OUTPUT_COUNT, Code.OUTPUT_SHAPE,
+    Code.OUTPUT_DTYPE, Code.OUTPUT_STRIDES, Code.FAKE_TENSOR,
+})  # fmt: skip
+"""What a worker may say about itself. It shares a process with the candidate, which could claim to be accepted."""
+
 View: TypeAlias = Disguised | Plain
 
 
@@ -70,16 +80,14 @@ class Player:
         self.arenas = arenas
         answer = self._receive(Loaded, deadline_s, Code.TIMEOUT_LOAD)
         for arena in arenas:
-            self.channel.send(Map(arena=arena.arena), [arena.fd])
+            self._send(Map(arena=arena.arena), [arena.fd])
             arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
         return Attached(containment=answer.containment, settings=answer.settings)
 
     def close(self) -> None:
         """Tell the worker to stop and let go of it."""
-        try:
+        with contextlib.suppress(ChannelClosed):
             self.channel.send(Stop())
-        except ChannelClosed:
-            pass
         self.channel.close()
         for arena in self.arenas:
             arena.close()
@@ -96,20 +104,19 @@ class Player:
         found, more = compare(arena, slot, view, kind, early)
         if more:
             more = [*self._late_work(arena_index, slot, bool(tensors), deadline_s), *more]
-        return Outcome(sample=sample, checks=tuple(found), reasons=tuple([*reasons, *more]))
+        return Outcome(sample=sample, checks=tuple(found), reasons=(*reasons, *more))
 
     def _call(
         self, arena: SharedArena, arena_index: int, slot: int, deadline_s: float
     ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
         nonce = secrets.randbits(48)
         request = Run(arena=arena_index, slot=slot, nonce=nonce)
-        flat = {name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()}
+        flat = {
+            name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
+        }
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
         started = time.perf_counter_ns()
-        try:
-            self.channel.send(request)
-        except ChannelClosed as error:
-            raise WorkerProblem(gone=True) from error
+        self._send(request)
         returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
         wall_ns = time.perf_counter_ns() - started
         early = {name: (where, flat[name][where]) for name, where in positions.items()}
@@ -117,11 +124,11 @@ class Player:
         if done.tensors:
             # A kernel that returns its outputs has them copied after the call; there is nothing early to look at.
             early = {}
-        if not 0 <= returned.elapsed_ns <= wall_ns:
+        if not 0 < returned.elapsed_ns <= wall_ns:
             raise WorkerProblem(
                 Reason(
                     code=Code.CLOCK,
-                    message="the worker reports more time than passed between request and answer",
+                    message="the worker reports no time, or more than passed between request and answer",
                     evidence={"elapsed_ns": returned.elapsed_ns, "wall_ns": wall_ns},
                 )
             )
@@ -134,7 +141,7 @@ class Player:
         time.sleep(SETTLE_S)
         if returned:
             nonce = secrets.randbits(48)
-            self.channel.send(Again(arena=arena_index, slot=slot, nonce=nonce))
+            self._send(Again(arena=arena_index, slot=slot, nonce=nonce))
             self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
         changed = [name for name, tensor in outputs.items() if not same_bits(before[name], tensor)]
         if not changed:
@@ -142,10 +149,16 @@ class Player:
         message = f"output {', '.join(changed)} still changed after the call had returned"
         return [Reason(code=Code.LATE_WORK, message=message)]
 
+    def _send(self, message: Map | Run | Again, fds: list[int] | None = None) -> None:
+        try:
+            self.channel.send(message, fds)
+        except ChannelClosed as error:
+            raise WorkerProblem(gone=True) from error
+
     def _receive(self, kind: type, deadline_s: float, timeout_code: Code, nonce: int | None = None):  # type: ignore[no-untyped-def]  # returns `kind`
         """The next message, which must be of `kind` and carry `nonce`."""
         try:
-            message = self.channel.receive(FromWorker, timeout_s=deadline_s)  # type: ignore[arg-type]  # a union
+            message: FromWorker = self.channel.receive(FromWorker, timeout_s=deadline_s)
         except TimeoutError as error:
             what = "load" if timeout_code is Code.TIMEOUT_LOAD else "finish one call"
             raise WorkerProblem(
@@ -156,6 +169,9 @@ class Player:
         except BadFrame as error:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=f"not an answer of ours: {error}")) from error
         if isinstance(message, LoadFailed | Failed):
+            if message.code not in WORKER_CODES:
+                forged = f"the worker claims {message.code}, which is not for it to say"
+                raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=forged))
             raise WorkerProblem(Reason(code=message.code, message=message.message))
         if not isinstance(message, kind) or (nonce is not None and getattr(message, "nonce", None) != nonce):
             raise WorkerProblem(
@@ -173,7 +189,9 @@ class Player:
         if "input_integrity" in defences:
             changed = [name for name, tensor in arena.inputs(slot).items() if not same_bits(tensor, view.inputs[name])]
             if changed:
-                reasons.append(Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}"))
+                reasons.append(
+                    Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}")
+                )
         if tensors and "alias_rules" in defences and (reason := self._aliases(arena, tensors)):
             reasons.append(reason)
         self.previous = [*self.previous, *tensors][-2 * len(tensors) :] if tensors else []
@@ -188,7 +206,10 @@ class Player:
                 *((item, "another output") for item in tensors[:index]),
                 *((item, "the output of an earlier call, which the caller may still use") for item in self.previous),
             ):
-                if tensor.address < other.address + other.num_bytes and other.address < tensor.address + tensor.num_bytes:
+                if (
+                    tensor.address < other.address + other.num_bytes
+                    and other.address < tensor.address + tensor.num_bytes
+                ):
                     return Reason(code=Code.ALIASED_OUTPUT, message=f"a returned output shares memory with {what}")
         return None
 
@@ -229,9 +250,12 @@ def compare(
     for item in arena.arena.slots[slot].outputs:
         name, error, bound = item.spec.name, errors[item.spec.name], problem.expected.bounds[item.spec.name]
         passed = error <= bound
-        checks.append(Check(regime=problem.regime, output=name, error=error, bound=bound, passed=passed))
+        shown, allowed = min(error, LARGEST), min(bound, LARGEST)
+        checks.append(Check(regime=problem.regime, output=name, error=shown, bound=allowed, passed=passed))
         if not passed:
-            reasons.append(explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound))
+            reasons.append(
+                explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound)
+            )
     for name, (where, seen) in early.items():
         settled = outputs[name].as_strided((storage_extent(outputs[name]),), (1,))[where]
         if not same_bits(seen, settled):
@@ -240,12 +264,11 @@ def compare(
     return checks, reasons
 
 
-def explain(
-    name: str, view: View, outputs: Tensors, poisoned: torch.Tensor, error: float, bound: float
-) -> Reason:
+def explain(name: str, view: View, outputs: Tensors, poisoned: torch.Tensor, error: float, bound: float) -> Reason:
     """Why an output is wrong, in one reason."""
     regime = view.problem.regime
-    evidence: dict[str, float | int | str | bool] = {"regime": regime, "output": name, "error": error, "bound": bound}
+    evidence: dict[str, float | int | str | bool] = {"regime": regime, "output": name}
+    evidence |= {"error": min(error, LARGEST), "bound": min(bound, LARGEST)}
     if unwritten := int(poisoned.sum()):
         evidence["unwritten_elements"] = unwritten
         message = f"{unwritten} of {poisoned.numel()} elements of {name} were never written ({regime})"

@@ -23,7 +23,16 @@ from pytest_klineage.worker import containment
 from pytest_klineage.worker.calls import CallLoop
 
 MESSAGE_LIMIT = 4_000
-SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
+SYSTEM_PATHS = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc/ld.so.cache",
+    "/etc/localtime",
+    "/sys/devices/system/cpu",
+)
 
 
 def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> None:
@@ -70,7 +79,11 @@ def keep_only(channel_fd: int) -> int:
 
 def set_environment(job: Job) -> None:
     """The same neutral environment for checks and for timing; private HOME and TMPDIR."""
-    kept = {name: os.environ[name] for name in ("PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL") if name in os.environ}
+    kept = {
+        name: os.environ[name]
+        for name in ("PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL")
+        if name in os.environ
+    }
     os.environ.clear()
     os.environ.update(kept, HOME=job.workdir, TMPDIR=job.workdir, XDG_CACHE_HOME=job.workdir)
     os.chdir(job.workdir)

@@ -22,7 +22,8 @@ from pytest_klineage.records.messages import End, Ended, Job, Spawn, Spawned, To
 from pytest_klineage.worker import containment
 
 LIBRARY_NAMES = re.compile(
-    r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so", re.I
+    r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so",
+    re.I,
 )
 """Shared libraries that do a kernel's work for it."""
 KILL_GRACE_S = 0.5
@@ -55,7 +56,7 @@ class Template:
         """Answer requests until the judge closes the channel; then end every worker."""
         try:
             while True:
-                request = self.channel.receive(ToTemplate, timeout_s=None)  # type: ignore[arg-type]  # a union
+                request: ToTemplate = self.channel.receive(ToTemplate, timeout_s=None)
                 if isinstance(request, Spawn):
                     self.channel.send(Spawned(worker=self.spawn(request.job)))
                 else:
@@ -126,7 +127,7 @@ def keep(job: Job, channel_fd: int, log_fd: int, status_fd: int) -> None:
 
 
 def run_to_the_end(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> None:
-    """Run the worker in this process. Never returns: a fault of ours ends it with status 70 and a traceback in its log."""
+    """Run the worker in this process. Never returns; a fault of ours ends it with status 70 and a traceback."""
     from pytest_klineage.worker.runtime import run_worker
 
     status = 70
@@ -153,7 +154,7 @@ def wait_for(worker: int) -> int:
 
 
 def end_family(worker: int) -> None:
-    """Kill this process's children until there are none, then exit. A fork bomb loses: every round kills all it sees."""
+    """Kill this process's children until there are none, then exit: every round kills all that it sees."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
     deadline = time.monotonic() + KILL_LIMIT_S
@@ -212,5 +213,3 @@ def reap(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-

@@ -1,7 +1,7 @@
 """The main tier: five kernels of experts/ against the platform's own library, at the paper's shapes for that platform.
 
-    pytest suites/main_tier --platform auto
-    pytest suites/main_tier --platform cpu --klineage-method naive --klineage-method expert
+pytest suites/main_tier --platform auto
+pytest suites/main_tier --platform cpu --klineage-method naive --klineage-method expert
 """
 
 from __future__ import annotations

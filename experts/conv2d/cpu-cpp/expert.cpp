@@ -1,4 +1,20 @@
 // 2-d convolution y[N,F,P,Q] = x[N,C,H,W] * w[F,C,R,S] (cross-correlation, zero padding), fp32, layout nchw.
+//
+// Direct convolution: a register tile is 8 neighbouring outputs of a row by 32 output channels; the lanes are channels.
+// Floor, x 1x64x56x56, w 128x64x3x3: 462 MFLOP = 2.1 ms on both cores; 2.7 MB = 0.1 ms. Bound by the FMA units.
+//
+// Gains: time without the technique over time with it, all else equal, on one core of a 2-core EPYC Zen 4 (3.65 GHz, both
+// cores together 220 GFLOPS of fp32 FMA and 30 GB/s of reads) with the last-level cache flushed before every call.
+//  1. weights packed as [C][R][S][32]: one contiguous load for 16 channels instead of a gather           2.8
+//  2. SIMD micro-kernel: AVX-512 1.18 over AVX2, 3.7 over what the compiler makes of the loops for SSE2
+//  3. threads: rows of output shared out over the cores                                                  2.0 (two cores)
+//  4. stride 1 known to the compiler: the eight broadcasts become constant offsets                       1.03
+//  5. store through a transpose in registers: channels are lanes in the tile, rows in y                  1.02
+// Not for speed: x is copied into a zero-padded image so that the inner loop has no borders, and no accumulator sums more than
+// 144 products (free of charge; without it the error on inputs of mean 10 is twice that of oneDNN). A tile of 4 x 32 is as
+// fast as 8 x 32; it would have no room left for a longer FMA latency.
+//
+// Preconditions: contiguous nchw tensors; any stride, padding, filter and tail. Scratch: one padded copy of x and one of w.
 #include "klineage.h"
 
 #include <immintrin.h>

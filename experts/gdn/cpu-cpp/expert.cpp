@@ -1,5 +1,25 @@
 // Gated delta rule, fp32, contiguous. Per value head with state S [D_key, D_value], per token:
 //   S <- exp(g) S ; u = beta (v - S^T k) ; S <- S + k u^T ; o = scale S^T q
+//
+// Chunk form: with G_i the sum of the gates of a chunk's tokens up to i, the rows u_i of a chunk solve
+//   u_i + sum_{j<i} beta_i exp(G_i - G_j) (k_i.k_j) u_j = beta_i (v_i - exp(G_i) S^T k_i),
+// then o_i = scale (exp(G_i) S^T q_i + sum_{j<=i} exp(G_i - G_j) (q_i.k_j) u_j) and
+//      S <- exp(G_last) S + sum_j exp(G_last - G_j) k_j u_j^T: products of small matrices, the state touched once a chunk.
+// Floor, T 512, HQK 4, HV 12, D 64: 175 MFLOP = 0.8 ms on both cores; 4.4 MB = 0.15 ms. Bound by the FMA units.
+//
+// Gains: time without the technique over time with it, all else equal, on one core of a 2-core EPYC Zen 4 (3.65 GHz, both
+// cores together 220 GFLOPS of fp32 FMA and 30 GB/s of reads) with the last-level cache flushed before every call.
+//  1. chunk form, AVX-512: over the token-by-token recurrence compiled for AVX2 (the next level)         2.2
+//     (and 3.9 over the recurrence compiled for SSE2, 3.5 over the recurrence compiled for AVX-512)
+//  2. threads: heads and panels of 32 value columns shared out over the cores                            1.9 (two cores)
+//  3. keys and queries transposed in registers, so that eight tokens' values are adjacent broadcasts     1.12
+//  4. prefetch of the next chunk's values                                                                1.01
+// The products k_i.k_j and q_i.k_j do not depend on the state: a first phase forms them once for all value heads of a q/k head,
+// in parallel over the chunks (18 per cent of the time). The substitution runs in registers, eight rows at a time.
+// A chunk of 16 keeps the part of the work that grows with the chunk at a tenth.
+//
+// Preconditions: contiguous tensors, gates <= 0. Gates between two tokens are summed, never subtracted, and exp(-inf) is 0, so
+// strong gates give zeros. Scratch: transposed keys and queries, and 2.2 KB for each chunk of each value head.
 #include "klineage.h"
 
 #include <immintrin.h>
@@ -58,10 +78,31 @@ AVX512 INLINE __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// Transposes one chunk of a [T, H, D] tensor to [D][kChunk]; tokens past the end become zeros.
-void transpose_chunk(const float *x, int64_t tokens, int64_t row_stride, int64_t D, float *xt) {
-    for (int64_t i = 0; i < kChunk; ++i)
-        for (int64_t d = 0; d < D; ++d) xt[d * kChunk + i] = i < tokens ? x[i * row_stride + d] : 0.0f;
+// Transposes one chunk of a [T, H, D] tensor to [D][kChunk], four tokens by sixteen columns at a time in registers; tokens
+// past the end become zeros.
+AVX512 void transpose_chunk(const float *x, int64_t tokens, int64_t row_stride, int64_t D, float *xt) {
+    int64_t d = 0;
+    for (; tokens == kChunk && d + 16 <= D; d += 16)
+        for (int i = 0; i < kChunk; i += 4) {
+            const float *from = x + i * row_stride + d;
+            const __m512 r0 = _mm512_loadu_ps(from), r1 = _mm512_loadu_ps(from + row_stride);
+            const __m512 r2 = _mm512_loadu_ps(from + 2 * row_stride), r3 = _mm512_loadu_ps(from + 3 * row_stride);
+            const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(r0, r1)), cd = _mm512_castps_pd(_mm512_unpacklo_ps(r2, r3));
+            const __m512d ef = _mm512_castps_pd(_mm512_unpackhi_ps(r0, r1)), gh = _mm512_castps_pd(_mm512_unpackhi_ps(r2, r3));
+            const __m512d columns[4] = {_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd), _mm512_unpacklo_pd(ef, gh),
+                                        _mm512_unpackhi_pd(ef, gh)};  // [j]: columns j, 4+j, 8+j, 12+j, four tokens each
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                float *to = xt + (d + j) * kChunk + i;
+                const __m512 c = _mm512_castpd_ps(columns[j]);
+                _mm_storeu_ps(to, _mm512_castps512_ps128(c));
+                _mm_storeu_ps(to + 4 * kChunk, _mm512_extractf32x4_ps(c, 1));
+                _mm_storeu_ps(to + 8 * kChunk, _mm512_extractf32x4_ps(c, 2));
+                _mm_storeu_ps(to + 12 * kChunk, _mm512_extractf32x4_ps(c, 3));
+            }
+        }
+    for (; d < D; ++d)
+        for (int64_t i = 0; i < kChunk; ++i) xt[d * kChunk + i] = i < tokens ? x[i * row_stride + d] : 0.0f;
 }
 
 // dots[i][j] = a_i . b_j for two transposed chunks: 16 accumulators, the lanes are j.
@@ -261,8 +302,8 @@ void run_avx512(const Problem &p) {
         thread_local std::vector<float> state;
         state.resize(std::max<size_t>(state.size(), padded * kPanel));
 #pragma omp for schedule(static) collapse(2)
-        for (int64_t hq = 0; hq < p.HQK; ++hq)
-            for (int64_t c = 0; c < p.chunks; ++c) prepare_chunk(p, hq, c, keys[hq * p.chunks + c], gates);
+        for (int64_t c = 0; c < p.chunks; ++c)
+            for (int64_t hq = 0; hq < p.HQK; ++hq) prepare_chunk(p, hq, c, keys[hq * p.chunks + c], gates);
 #pragma omp for schedule(dynamic) collapse(2)
         for (int64_t h = 0; h < p.HV; ++h)
             for (int64_t n = 0; n < p.panels; ++n)
@@ -280,11 +321,12 @@ INLINE void recurrence(const Problem &p, int64_t h, float *__restrict u) {
     else std::fill_n(S, D * D, 0.0f);
     for (int64_t t = 0; t < p.T; ++t) {
         const float *q = p.q + (t * p.HQK + hq) * D, *k = p.k + (t * p.HQK + hq) * D, *v = p.v + (t * p.HV + h) * D;
-        const float decay = std::exp(p.g[t * p.HV + h]), beta = p.beta[t * p.HV + h];
+        // S + S (exp(g) - 1): next to g = 0 a factor exp(g) would carry its rounding error into every step
+        const float change = std::expm1(p.g[t * p.HV + h]), beta = p.beta[t * p.HV + h];
         float *__restrict o = p.o + (t * p.HV + h) * D;
         for (int64_t j = 0; j < D; ++j) u[j] = o[j] = 0.0f;
         for (int64_t i = 0; i < D; ++i)
-            for (int64_t j = 0; j < D; ++j) u[j] += k[i] * (S[i * D + j] *= decay);
+            for (int64_t j = 0; j < D; ++j) u[j] += k[i] * (S[i * D + j] += change * S[i * D + j]);
         for (int64_t j = 0; j < D; ++j) u[j] = beta * (v[j] - u[j]);
         for (int64_t i = 0; i < D; ++i)
             for (int64_t j = 0; j < D; ++j) o[j] += p.scale * q[i] * (S[i * D + j] += k[i] * u[j]);

@@ -1,0 +1,419 @@
+"""One kernel's way through the gate: audit, build, check, replay, time. Every stage may end it with its reasons."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from pytest_klineage.errors import HarnessError, MissingDependency
+from pytest_klineage.gate import findings
+from pytest_klineage.gate.audit import Audit, audit
+from pytest_klineage.gate.devices import (
+    describe_cpu,
+    last_level_cache_bytes,
+    timing_lock,
+    usable_cores,
+)
+from pytest_klineage.gate.policy import POLICIES, Outcome, Samples
+from pytest_klineage.gate.settings import GateSettings
+from pytest_klineage.gate.statistics import median
+from pytest_klineage.gate.supervise import Processes, Worker
+from pytest_klineage.records import (
+    Build,
+    Check,
+    Code,
+    Interval,
+    KernelCase,
+    KernelSource,
+    LibraryPolicy,
+    Machine,
+    Reason,
+    Timing,
+    Verdict,
+)
+from pytest_klineage.records.messages import (
+    Attach,
+    Attached,
+    Checked,
+    CheckRequest,
+    Detach,
+    Job,
+    OpenCase,
+    Opened,
+    Problem,
+    Timed,
+    TimeRequest,
+)
+from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
+
+ORACLE_DEADLINE_S = 600.0
+"""Longest time for the oracle to make a case's problems; large shapes in float64 take a while."""
+CALL_SLACK_S = 30.0
+"""Time beside the kernel's own deadline that one request to the oracle may take."""
+CRASH_GRACE_S = 1.0
+"""How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
+CPU_EXTRA = "pip install 'pytest-klineage[cpu]'"
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a judgement stands."""
+
+    stage: str
+    """build, start, oracle, check or time."""
+    message: str
+    done: int = 0
+    total: int = 0
+
+
+class Rejected(Exception):
+    """A judgement has come to its end early; the reasons say why."""
+
+    def __init__(self, *reasons: Reason) -> None:
+        super().__init__(reasons[0].message)
+        self.reasons = reasons
+
+
+class Bench:
+    """What the judgements of one gate share: settings, the secret behind all random inputs, and the processes."""
+
+    def __init__(self, platform: str, settings: GateSettings, report: Callable[[Progress], None] | None) -> None:
+        self.platform, self.settings, self._report = platform, settings, report
+        self.threads = settings.threads or usable_cores()
+        self.secret = settings.seed if settings.seed is not None else secrets.token_hex(16)
+        self.processes = Processes(self.threads)
+        self.software: dict[str, str] = {}
+        """Versions that the workers have reported."""
+
+    def machine(self) -> Machine:
+        """The record of this machine."""
+        return describe_cpu(self.software, {"threads": str(self.threads)})
+
+    def report(self, stage: str, message: str, done: int = 0, total: int = 0) -> None:
+        """Tell whoever listens where the judgement stands."""
+        if self._report is not None:
+            self._report(Progress(stage=stage, message=message, done=done, total=total))
+
+
+class Judgement:
+    """One kernel's way through the gate."""
+
+    def __init__(
+        self, bench: Bench, case: KernelCase, source: KernelSource, reference_source: KernelSource | None
+    ) -> None:
+        self.bench, self.case, self.source, self.reference_source = bench, case, source, reference_source
+        self.settings, self.processes = bench.settings, bench.processes
+        self.build: Build | None = None
+        self.audit = Audit()
+        self.checks: list[Check] = []
+        self.timings: list[Timing] = []
+        self.notes: list[str] = []
+        self.log = ""
+        self.containment: tuple[str, ...] = ()
+        self.reference_facts: dict[str, str] = {}
+        self.workers: dict[str, Worker] = {}
+        self.opened: Opened | None = None
+        self.timed_s = 0.0
+
+    def run(self) -> tuple[Reason, ...]:
+        """All stages in order. Returns the reasons; the first decides."""
+        try:
+            self._audit()
+            built = self._build(self.source)
+            opened = self._open()
+            self._start_reference()
+            self._start_candidate(built)
+            self._check_all(opened)
+            self._replay_without_framework(built)
+            reason = self._time_all(opened)
+            self._look_for_libraries()
+        except Rejected as rejected:
+            return rejected.reasons
+        return (reason,)
+
+    def discard(self) -> None:
+        """Forget this judgement's workers, whose processes are gone."""
+        for worker in self.workers.values():
+            worker.discard()
+
+    def close(self) -> None:
+        """End this judgement's workers."""
+        for role in self.workers:
+            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
+        for worker in self.workers.values():
+            with contextlib.suppress(HarnessError):
+                worker.end()
+
+    # --- stages -------------------------------------------------------------------------------------------------------
+
+    def _audit(self) -> None:
+        self.audit = audit(self.source)
+        self.notes += self.audit.notes
+        if self.audit.reasons and "audit" in self.settings.defences:
+            raise Rejected(*self.audit.reasons)
+
+    def _build(self, source: KernelSource) -> Built:
+        self.bench.report("build", f"building {source.label or source.surface}")
+        backend = surface_backend(source.surface.value)
+        try:
+            built = backend.build(source, self.settings.cache_dir, timeout_s=self.settings.build_timeout_s)
+        except SurfaceFailure as failure:
+            self.log = findings.clean(failure.log)
+            raise Rejected(Reason(code=failure.code, message=failure.message)) from failure
+        if source is self.source:
+            self.build = built.build
+        return built
+
+    def _open(self) -> Opened:
+        self.bench.report("oracle", "computing expected outputs in float64")
+        request = OpenCase(
+            case=self.case, secret=self.bench.secret, seeds=self.settings.seeds,
+            flush_bytes=2 * last_level_cache_bytes(), threads=self.bench.threads,
+        )  # fmt: skip
+        opened = self.processes.ask_oracle(request, Opened, ORACLE_DEADLINE_S)
+        if isinstance(opened, Problem):
+            raise HarnessError("the oracle could not open the case")
+        self.opened = opened
+        self.bench.software["torch"] = opened.settings["oracle_torch"]
+        if opened.findings and "case_lint" in self.settings.defences:
+            reasons = [
+                Reason(code=Code.SKIPPED_NOT_SCORABLE, message=f"the case proves nothing: {f}") for f in opened.findings
+            ]
+            raise Rejected(*reasons)
+        return opened
+
+    def _start_reference(self) -> None:
+        if self.reference_source is not None:
+            built = self._build(self.reference_source)
+            job = self._job(self.reference_source, built)
+            preload = "torch" if surface_backend(self.reference_source.surface.value).needs_torch else "none"
+            self.reference_facts = {"label": self.reference_source.label, "digest": self.reference_source.digest}
+        else:
+            job = Job(surface="reference", case=self.case, threads=self.bench.threads, sandbox=False)
+            preload = "torch"
+        attached = self._start("reference", job, preload)
+        self.reference_facts |= attached.settings
+
+    def _start_candidate(self, built: Built) -> None:
+        backend = surface_backend(self.source.surface.value)
+        preload = "torch" if backend.needs_torch else "none"
+        attached = self._start("candidate", self._job(self.source, built), preload)
+        self.containment = attached.containment
+
+    def _job(self, source: KernelSource, built: Built, *, refuse_framework: bool = False) -> Job:
+        importable = tuple(path for path in sys.path if path and os.path.isdir(path)) if source.module else ()
+        return Job(
+            surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, module=source.module,
+            case=self.case, platform=self.bench.platform, read_paths=importable, threads=self.bench.threads,
+            sandbox="sandbox" in self.settings.defences, refuse_framework=refuse_framework,
+        )  # fmt: skip
+
+    def _start(self, role: str, job: Job, preload: str) -> Attached:
+        self.bench.report("start", f"starting the {role}")
+        worker = Worker(self.processes.template(preload), job)
+        self.workers[role] = worker
+        fds = [worker.oracle_end.fileno()]
+        attach = Attach(role=role, deadline_s=self.settings.load_timeout_s)
+        answer = self.processes.ask_oracle(attach, Attached, self.settings.load_timeout_s + CALL_SLACK_S, fds)
+        worker.oracle_end.close()
+        if isinstance(answer, Problem):
+            raise self._failed(answer)
+        return answer
+
+    def _check_all(self, opened: Opened) -> None:
+        failures: list[Reason] = []
+        for index, planned in enumerate(opened.checks):
+            self.bench.report("check", planned.regime, index, len(opened.checks))
+            answer = self._check(index)
+            self.checks += answer.checks
+            failures += answer.reasons
+        if failures:
+            raise Rejected(*sorted(failures, key=lambda reason: SEVERITY.get(reason.code, 0), reverse=True))
+
+    def _check(self, index: int, role: str = "candidate") -> Checked:
+        deadline = self.settings.run_timeout_s
+        request = CheckRequest(role=role, index=index, deadline_s=deadline, defences=self.settings.defences)
+        answer = self.processes.ask_oracle(request, Checked, 2 * deadline + CALL_SLACK_S)
+        if isinstance(answer, Problem):
+            raise self._failed(answer)
+        self._end_a_flood()
+        return answer
+
+    def _replay_without_framework(self, built: Built) -> None:
+        """Run one check in a second process in which the framework refuses to compute: what stays right is a kernel."""
+        wanted = "own_kernel" in self.settings.defences and surface_backend(self.source.surface.value).needs_torch
+        if not wanted or self.case.library is LibraryPolicy.ALLOW:
+            return
+        self.bench.report("check", "replay without the framework")
+        try:
+            self._start("replay", self._job(self.source, built, refuse_framework=True), "torch")
+            answer = self._check(0, role="replay")
+            passed, detail = not answer.reasons, "its output is wrong without the framework"
+        except Rejected as rejected:
+            passed, detail = False, rejected.reasons[0].message.strip().rpartition("\n")[2]
+        if passed:
+            return
+        code = Code.WRAPPER_FALLBACK if self.audit.fallback else Code.WRAPPER_FRAMEWORK
+        reason = Reason(code=code, message=f"the framework does the work: {findings.clean(detail, 300)}")
+        if self.case.library is LibraryPolicy.FORBID:
+            raise Rejected(reason)
+        self.notes.append(f"{reason.code}: {reason.message}")
+
+    def _time_all(self, opened: Opened) -> Reason:
+        decisive: Reason | None = None
+        for name in (self.settings.policy, *self.settings.also_policies):
+            with timing_lock(self.bench.platform):
+                started = time.monotonic()
+                outcome = self._measure(name)
+                seconds = time.monotonic() - started
+            self.timed_s += seconds
+            timing = self._timing(name, outcome, seconds)
+            self.timings.append(timing)
+            self._distrust(outcome, opened)
+            if decisive is None:
+                decisive = findings.timing_reason(self.case, outcome, self.settings.margin)
+        if decisive is None:
+            raise HarnessError("no timing policy ran")
+        return decisive
+
+    def _measure(self, name: str) -> Outcome:
+        started = time.monotonic()
+
+        def report(done: int, total: int, interval: Interval | None) -> None:
+            shown = f"{interval.estimate:.2f}x +-{100 * interval.half_width:.1f} %" if interval else name
+            self.bench.report("time", shown, done, total)
+
+        return POLICIES[name].measure(
+            self._sample,
+            findings.charged if "two_clocks" in self.settings.defences else lambda samples: samples,
+            precision=self.settings.precision,
+            confidence=self.settings.confidence,
+            out_of_time=lambda: time.monotonic() - started > self.settings.time_limit_s,
+            report=report,
+        )
+
+    def _sample(self, order: tuple[str, ...], reps: int) -> Samples:
+        deadline = self.settings.run_timeout_s
+        request = TimeRequest(order=order, reps=reps, deadline_s=deadline, defences=self.settings.defences)
+        answer = self.processes.ask_oracle(request, Timed, deadline * len(order) * reps + CALL_SLACK_S)
+        if isinstance(answer, Problem):
+            raise self._failed(answer)
+        self._end_a_flood()
+        if answer.reasons:
+            raise Rejected(*answer.reasons)
+        samples = Samples()
+        for sample in answer.samples:
+            own, wall = (
+                (samples.candidate, samples.candidate_wall)
+                if sample.role == "candidate"
+                else (samples.reference, samples.reference_wall)
+            )
+            own.append(sample.elapsed_ns / 1e6)
+            wall.append(sample.wall_ns / 1e6)
+        return samples
+
+    def _distrust(self, outcome: Outcome, opened: Opened) -> None:
+        """Reject times that cannot be."""
+        reasons = []
+        if "two_clocks" in self.settings.defences:
+            reasons.append(findings.clock_reason(outcome.samples))
+        if "floor" in self.settings.defences:
+            reasons.append(findings.floor_reason(opened, median(outcome.samples.candidate), self.bench.threads))
+        if found := [reason for reason in reasons if reason is not None]:
+            raise Rejected(*found)
+
+    def _look_for_libraries(self) -> None:
+        ended = self.workers["candidate"].end()
+        reason = findings.library_reason(ended.libraries)
+        if reason is None or "own_kernel" not in self.settings.defences or self.case.library is LibraryPolicy.ALLOW:
+            return
+        if self.case.library is LibraryPolicy.FORBID:
+            raise Rejected(reason)
+        self.notes.append(f"{reason.code}: {reason.message}")
+
+    # --- from answers to the verdict ----------------------------------------------------------------------------------
+
+    def _end_a_flood(self) -> None:
+        """Reject a candidate that prints without end, right or wrong."""
+        if self.workers["candidate"].log.flooded:
+            raise self._failed(Problem(role="candidate", reasons=()))
+
+    def _failed(self, problem: Problem) -> Rejected:
+        """A worker failed: the candidate's failure is a verdict, the reference's is ours."""
+        worker = self.workers[problem.role if problem.role in self.workers else "candidate"]
+        reasons = problem.reasons
+        if problem.gone or worker.log.flooded:
+            ended = worker.end(CRASH_GRACE_S)
+            reasons = (findings.how_it_ended(ended, flooded=worker.log.flooded, printed=worker.log.total),)
+        worker.end()
+        text = findings.clean(worker.log.text())
+        if problem.role == "reference":
+            cause = reasons[0].message if reasons else "it ended"
+            if "No module named" in cause:
+                missing = cause.rpartition("No module named")[2].strip()
+                raise MissingDependency(f"{missing}, for the reference {self.case.reference},", CPU_EXTRA)
+            raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
+        self.log = text
+        return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))
+
+    def _timing(self, name: str, outcome: Outcome, seconds: float) -> Timing:
+        clocks = findings.clocks_of(outcome.samples)
+        charge = "two_clocks" in self.settings.defences
+        samples = findings.charged(outcome.samples) if charge else outcome.samples
+        return Timing(
+            policy=name,
+            reference_ms=median(samples.reference),
+            candidate_ms=median(samples.candidate),
+            speedup=outcome.interval,
+            reference_samples_ms=tuple(samples.reference),
+            candidate_samples_ms=tuple(samples.candidate),
+            warmup=outcome.warmup,
+            flush_bytes=2 * last_level_cache_bytes(),
+            statistic=outcome.statistic,
+            wall_gap_ms=median(clocks.candidate_gaps),
+            reference_wall_gap_ms=median(clocks.reference_gaps),
+            seconds=seconds,
+            stopped=outcome.stopped,
+        )
+
+    def verdict(self, reasons: tuple[Reason, ...], *, overhead_s: float) -> Verdict:
+        """The record of everything that was found."""
+        if "candidate" in self.workers and not self.log:
+            self.log = findings.clean(self.workers["candidate"].log.text())
+        return Verdict(
+            case=self.case,
+            status=reasons[0].code.status,
+            reasons=reasons,
+            surface=self.source.surface.value,
+            source_digest=self.source.digest,
+            label=self.source.label,
+            machine=self.bench.machine(),
+            build=self.build,
+            checks=tuple(self.checks),
+            timing=self.timings[0] if self.timings else None,
+            other_timings=tuple(self.timings[1:]),
+            reference=self.reference_facts,
+            containment=self.containment,
+            notes=tuple(self.notes),
+            log=self.log,
+            overhead_s=overhead_s,
+            judged_at=now(),
+        )
+
+
+SEVERITY = {
+    Code.LATE_WORK: 5, Code.REPLAY: 5, Code.FAKE_TENSOR: 5, Code.INPUT_MUTATED: 4, Code.ALIASED_OUTPUT: 4,
+    Code.OUT_OF_BOUNDS: 3, Code.UNWRITTEN: 2, Code.NON_FINITE: 1,
+}  # fmt: skip
+"""Which finding explains a failure best when several checks disagree; the others follow as further reasons."""
+
+
+def now() -> str:
+    """UTC time, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

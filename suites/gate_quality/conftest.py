@@ -1,0 +1,39 @@
+"""Where the gate-quality tables go: results/runs/ by default, results/ with --publish. The measurements are in the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Publish = Callable[[str, str, list[msgspec.Struct]], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("klineage suites")
+    group.addoption(
+        "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
+    )
+    group.addoption("--trials", type=int, default=200, metavar="N", help="A/A trials in all. Default: %(default)s.")
+
+
+@pytest.fixture
+def publish(request: pytest.FixtureRequest) -> Publish:
+    """Writes one table (Markdown) and the raw records behind it (JSON lines), and shows the table."""
+    base = ROOT / "results" if request.config.getoption("--publish") else ROOT / "results" / "runs"
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+
+    def write(name: str, table: str, records: list[msgspec.Struct]) -> None:
+        folder = base / "gate_quality"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(table.rstrip() + "\n")
+        (folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        reporter.write_line("")
+        for line in table.splitlines():
+            reporter.write_line(line)
+
+    return write
