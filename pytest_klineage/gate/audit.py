@@ -44,6 +44,7 @@ NATIVE_NOTES = (
     (r"\b(cblas_|dnnl_|mkl_)\w+", "names a BLAS or DNN library"),
 )
 PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
+HARNESS = "pytest_klineage"
 INSPECTION = frozenset({"_getframe", "get_objects", "get_referrers", "currentframe", "settrace", "setprofile"})
 
 
@@ -82,17 +83,32 @@ def _audit_python(text: str) -> Audit:
     reasons, notes, fallback = [], [], False
     aliases = _module_aliases(tree)
     for node in ast.walk(tree):
-        for target in _assigned_attributes(node):
-            owner = aliases.get(_root(target))
-            if owner in PATCHED_MODULES:
-                what = f"line {target.lineno}: replaces {owner}.{target.attr}"
-                reasons.append(Reason(code=Code.TAMPERING, message=what))
+        reasons += [Reason(code=Code.TAMPERING, message=what) for what in _tampering(node, aliases)]
         if isinstance(node, ast.Attribute) and node.attr in INSPECTION:
             notes.append(f"line {node.lineno}: looks into the interpreter ({node.attr})")
         if isinstance(node, ast.ExceptHandler) and any(isinstance(item, ast.Return) for item in ast.walk(node)):
             fallback = True
             notes.append(f"line {node.lineno}: an exception handler returns a value")
     return Audit(reasons=tuple(reasons), notes=tuple(notes), fallback=fallback)
+
+
+def _tampering(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
+    """What a statement or call does to modules that are not the kernel's own."""
+    for target in _assigned_attributes(node):
+        owner = aliases.get(_root(target))
+        if owner in PATCHED_MODULES and not _is_flag(target.value):
+            yield f"line {target.lineno}: replaces {owner}.{target.attr}"
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "delattr"):
+        owner = aliases.get(_root(node.args[0])) if node.args else None
+        if owner in PATCHED_MODULES and not _is_flag(node.args[0]):
+            yield f"line {node.lineno}: replaces an attribute of {owner} by {node.func.id}"
+    modules: list[str] = []
+    if isinstance(node, ast.Import):
+        modules = [item.name for item in node.names]
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+        modules = [node.module or ""]
+    if any(module.partition(".")[0] == HARNESS for module in modules):
+        yield f"line {getattr(node, 'lineno', 0)}: imports the harness"
 
 
 def _module_aliases(tree: ast.AST) -> dict[str, str]:
@@ -114,6 +130,11 @@ def _assigned_attributes(node: ast.AST) -> Iterator[ast.Attribute]:
                     yield item
     elif isinstance(node, ast.AugAssign | ast.AnnAssign) and isinstance(node.target, ast.Attribute):
         yield node.target
+
+
+def _is_flag(owner: ast.expr) -> bool:
+    """Whether attributes of `owner` are switches made to be set: torch.backends.cudnn.benchmark and the like."""
+    return ast.unparse(owner).startswith("torch.backends.")
 
 
 def _root(node: ast.expr) -> str:

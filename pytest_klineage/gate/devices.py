@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,11 +86,50 @@ def describe_cpu(software: dict[str, str], settings: dict[str, str]) -> Machine:
     )
 
 
-@contextlib.contextmanager
-def timing_lock(device: str) -> Iterator[None]:
-    """Hold the machine-wide lock of a device while timing. Builds and checks run without it.
+class LoadMeter:
+    """How much of the machine's CPU time others used since the meter was made: processes outside this one's family.
 
-    A file lock ends with its process, so a killed run leaves nothing locked.
+    Reads /proc/stat and /proc/PID/stat (proc(5)), whose unit is a clock tick of usually 10 ms.
+    """
+
+    def __init__(self) -> None:
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._started = time.monotonic()
+        self._busy, self._own = machine_ticks(), family_ticks(os.getpid())
+
+    def foreign_share(self) -> float:
+        """Between 0 (the machine was ours) and 1 (it was all others')."""
+        seconds = time.monotonic() - self._started
+        foreign = (machine_ticks() - self._busy) - (family_ticks(os.getpid()) - self._own)
+        return min(1.0, max(0.0, foreign / self._ticks / (seconds * (os.cpu_count() or 1)))) if seconds > 0 else 0.0
+
+
+def machine_ticks() -> int:
+    """Clock ticks that all cores have been busy, or were taken by a hypervisor, since boot; 0 where unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        user, nice, system, _idle, _wait, irq, soft, steal = Path("/proc/stat").read_text().split()[1:9]
+        return sum(map(int, (user, nice, system, irq, soft, steal)))
+    return 0
+
+
+def family_ticks(pid: int) -> int:
+    """Clock ticks that a process, its living descendants and their ended children have used."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total = sum(map(int, fields[11:15]))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                total += family_ticks(int(child))
+    return total
+
+
+@contextlib.contextmanager
+def machine_lock(device: str, *, alone: bool) -> Iterator[None]:
+    """Hold a device's machine-wide lock: alone while timing, together with others while building and checking.
+
+    On a CPU everything disturbs a timing, so nobody builds or checks meanwhile. A file lock ends with its process, so a
+    killed run leaves nothing locked.
     """
     path = Path(tempfile.gettempdir()) / f"klineage-timing-{device}.lock"
     flags = os.O_RDWR | os.O_CLOEXEC
@@ -101,7 +141,7 @@ def timing_lock(device: str) -> Iterator[None]:
     try:
         with contextlib.suppress(OSError):
             os.fchmod(fd, 0o666)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fcntl.flock(fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         yield
     finally:
         os.close(fd)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from pytest_klineage.errors import UsageError
+from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.gate.devices import resolve_platform
 from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
 from pytest_klineage.gate.settings import GateSettings
@@ -51,8 +51,8 @@ class Gate:
     def judge(self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None) -> Verdict:
         """Build, check and time one kernel. `reference_source` stands in for the case's reference, for A/A and A/B.
 
-        Raises UsageError for a case that cannot be, MissingDependency when this machine lacks something, HarnessError
-        when our own machinery fails.
+        Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks
+        makes the verdict "skipped".
         """
         backend = surface_backend(source.surface.value)
         if reference_source is None:
@@ -70,6 +70,10 @@ class Gate:
         judgement = Judgement(self._bench, case, source, reference_source)
         try:
             reasons = judgement.run()
+        except MissingDependency as error:
+            self._bench.processes.abort()
+            judgement.discard()
+            return self._skipped(case, source, Reason(code=Code.SKIPPED_DEPENDENCY, message=str(error)))
         except BaseException:
             # Whoever was asked may still answer, to a question that is no longer the last one: start afresh instead.
             self._bench.processes.abort()

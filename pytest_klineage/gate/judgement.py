@@ -16,9 +16,10 @@ from pytest_klineage.errors import HarnessError, MissingDependency
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.audit import Audit, audit
 from pytest_klineage.gate.devices import (
+    LoadMeter,
     describe_cpu,
     last_level_cache_bytes,
-    timing_lock,
+    machine_lock,
     usable_cores,
 )
 from pytest_klineage.gate.policy import POLICIES, Outcome, Samples
@@ -124,13 +125,12 @@ class Judgement:
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
         try:
-            self._audit()
-            built = self._build(self.source)
-            opened = self._open()
-            self._start_reference()
-            self._start_candidate(built)
-            self._check_all(opened)
-            self._replay_without_framework(built)
+            with machine_lock(self.bench.platform, alone=False):
+                self._audit()
+                built = self._build(self.source)
+                opened = self._open()
+                self._start_reference()
+                self._check_candidate(built, opened)
             reason = self._time_all(opened)
             self._look_for_libraries()
         except Rejected as rejected:
@@ -200,10 +200,10 @@ class Judgement:
         attached = self._start("reference", job, preload)
         self.reference_facts |= attached.settings
 
-    def _start_candidate(self, built: Built) -> None:
+    def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:
         backend = surface_backend(self.source.surface.value)
         preload = "torch" if backend.needs_torch else "none"
-        attached = self._start("candidate", self._job(self.source, built), preload)
+        attached = self._start(role, self._job(self.source, built, refuse_framework=refuse_framework), preload)
         self.containment = attached.containment
 
     def _job(self, source: KernelSource, built: Built, *, refuse_framework: bool = False) -> Job:
@@ -226,11 +226,58 @@ class Judgement:
             raise self._failed(answer)
         return answer
 
-    def _check_all(self, opened: Opened) -> None:
+    def _check_candidate(self, built: Built, opened: Opened) -> None:
+        """Start the candidate and check it. Where a kernel of its own is asked for, the framework refuses to compute.
+
+        The process that is checked is the one that is timed: whatever a kernel does when it is refused, it is measured
+        doing that.
+        """
+        concerned = "own_kernel" in self.settings.defences and surface_backend(self.source.surface.value).needs_torch
+        refused = concerned and self.case.library is LibraryPolicy.FORBID
+        try:
+            self._start_candidate(built, refuse_framework=refused)
+            self._check_all(opened)
+        except Rejected as rejected:
+            if not refused or rejected.reasons[0].code not in LACKS_FRAMEWORK:
+                raise
+            self._check_with_framework(built, opened)
+            raise Rejected(self._wrapper_reason(rejected.reasons[0])) from rejected
+        if concerned and self.case.library is LibraryPolicy.LABEL:
+            self._label_framework(built)
+
+    def _check_with_framework(self, built: Built, opened: Opened) -> None:
+        """Check a candidate that was rejected without the framework: what is still wrong is its own fault."""
+        self.bench.report("check", "once more with the framework")
+        self.checks.clear()
+        self._start_candidate(built, refuse_framework=False, role="replay")
+        self._check_all(opened, role="replay")
+
+    def _label_framework(self, built: Built) -> None:
+        """Note it when the candidate does not pass a check without the framework."""
+        self.bench.report("check", "replay without the framework")
+        own = self.log
+        try:
+            self._start_candidate(built, refuse_framework=True, role="replay")
+            found = self._check(0, role="replay").reasons
+        except Rejected as rejected:
+            found = rejected.reasons
+        self.log = own
+        if found:
+            reason = self._wrapper_reason(found[0])
+            self.notes.append(f"{reason.code}: {reason.message}")
+
+    def _wrapper_reason(self, found: Reason) -> Reason:
+        code = Code.WRAPPER_FALLBACK if self.audit.fallback else Code.WRAPPER_FRAMEWORK
+        detail = "its output is wrong without the framework"
+        if found.code is Code.EXCEPTION:
+            detail = found.message.strip().rpartition("\n")[2]
+        return Reason(code=code, message=f"the framework does the work: {findings.clean(detail, 300)}")
+
+    def _check_all(self, opened: Opened, role: str = "candidate") -> None:
         failures: list[Reason] = []
         for index, planned in enumerate(opened.checks):
             self.bench.report("check", planned.regime, index, len(opened.checks))
-            answer = self._check(index)
+            answer = self._check(index, role)
             self.checks += answer.checks
             failures += answer.reasons
         if failures:
@@ -245,39 +292,20 @@ class Judgement:
         self._end_a_flood()
         return answer
 
-    def _replay_without_framework(self, built: Built) -> None:
-        """Run one check in a second process in which the framework refuses to compute: what stays right is a kernel."""
-        wanted = "own_kernel" in self.settings.defences and surface_backend(self.source.surface.value).needs_torch
-        if not wanted or self.case.library is LibraryPolicy.ALLOW:
-            return
-        self.bench.report("check", "replay without the framework")
-        try:
-            self._start("replay", self._job(self.source, built, refuse_framework=True), "torch")
-            answer = self._check(0, role="replay")
-            passed, detail = not answer.reasons, "its output is wrong without the framework"
-        except Rejected as rejected:
-            passed, detail = False, rejected.reasons[0].message.strip().rpartition("\n")[2]
-        if passed:
-            return
-        code = Code.WRAPPER_FALLBACK if self.audit.fallback else Code.WRAPPER_FRAMEWORK
-        reason = Reason(code=code, message=f"the framework does the work: {findings.clean(detail, 300)}")
-        if self.case.library is LibraryPolicy.FORBID:
-            raise Rejected(reason)
-        self.notes.append(f"{reason.code}: {reason.message}")
-
     def _time_all(self, opened: Opened) -> Reason:
         decisive: Reason | None = None
         for name in (self.settings.policy, *self.settings.also_policies):
-            with timing_lock(self.bench.platform):
-                started = time.monotonic()
+            with machine_lock(self.bench.platform, alone=True):
+                started, meter = time.monotonic(), LoadMeter()
                 outcome = self._measure(name)
-                seconds = time.monotonic() - started
+                seconds, foreign_load = time.monotonic() - started, meter.foreign_share()
             self.timed_s += seconds
-            timing = self._timing(name, outcome, seconds)
+            timing = self._timing(name, outcome, seconds, foreign_load)
             self.timings.append(timing)
             self._distrust(outcome, opened)
             if decisive is None:
-                decisive = findings.timing_reason(self.case, outcome, self.settings.margin)
+                reason = findings.timing_reason(self.case, outcome, self.settings.margin)
+                decisive = findings.busy_reason(reason, foreign_load, self.settings.busy_limit)
         if decisive is None:
             raise HarnessError("no timing policy ran")
         return decisive
@@ -362,7 +390,7 @@ class Judgement:
         self.log = text
         return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))
 
-    def _timing(self, name: str, outcome: Outcome, seconds: float) -> Timing:
+    def _timing(self, name: str, outcome: Outcome, seconds: float, foreign_load: float) -> Timing:
         clocks = findings.clocks_of(outcome.samples)
         charge = "two_clocks" in self.settings.defences
         samples = findings.charged(outcome.samples) if charge else outcome.samples
@@ -378,6 +406,7 @@ class Judgement:
             statistic=outcome.statistic,
             wall_gap_ms=median(clocks.candidate_gaps),
             reference_wall_gap_ms=median(clocks.reference_gaps),
+            foreign_load=foreign_load,
             seconds=seconds,
             stopped=outcome.stopped,
         )
@@ -406,6 +435,11 @@ class Judgement:
             judged_at=now(),
         )
 
+
+LACKS_FRAMEWORK = frozenset({
+    Code.EXCEPTION, Code.RETURNED_ERROR, Code.CRASH, Code.EXITED, Code.MISMATCH, Code.UNWRITTEN, Code.NON_FINITE,
+})  # fmt: skip
+"""How a candidate may fail because the framework refuses to compute."""
 
 SEVERITY = {
     Code.LATE_WORK: 5, Code.REPLAY: 5, Code.FAKE_TENSOR: 5, Code.INPUT_MUTATED: 4, Code.ALIASED_OUTPUT: 4,

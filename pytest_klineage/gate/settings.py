@@ -39,6 +39,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     confidence: float = 0.95
     time_limit_s: float = 10.0
     """Longest time to spend on the timed blocks of one policy."""
+    busy_limit: float = 0.25
+    """Share of the machine's CPU time that others may use during timing before the verdict is inconclusive."""
     seeds: int = 3
     """Random inputs of the default regime that every kernel must get right."""
     threads: int = 0
@@ -58,7 +60,7 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
         for defence in self.defences - DEFENCES:
             raise UnknownName("defence", defence, DEFENCES)
         for name, low, high in (
-            ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("seeds", 1, 1000),
+            ("margin", 0.0, 0.99), ("busy_limit", 0.0, 1.0), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("seeds", 1, 1000),
             ("threads", 0, 4096), ("time_limit_s", 0.05, DAY_S), ("build_timeout_s", 0.1, DAY_S),
             ("load_timeout_s", 0.1, DAY_S), ("run_timeout_s", 0.05, DAY_S),
         ):  # fmt: skip

@@ -156,6 +156,9 @@ class Worker:
         try:
             fds = [worker_end.fileno(), self.log.write_fd]
             self.id = template.ask(Spawn(job=job), Spawned, START_DEADLINE_S, fds).worker
+        except BaseException:
+            self.discard()
+            raise
         finally:
             worker_end.close()
             self.log.start()

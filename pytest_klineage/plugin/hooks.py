@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +40,11 @@ class Hooks:
         if self._distributed() and settings.progress != "off":
             said.append("(no live progress with -n)")
         return f"klineage: {' '.join(said)}"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_setupnodes(self, specs: Sequence[object]) -> None:
+        """Remember how many processes will share this machine."""
+        self.session.num_workers = len(specs)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -39,6 +39,11 @@ class Ledger:
         """Every verdict of the run, in order of arrival."""
         return [record.verdict for record in self.records]
 
+    @property
+    def num_workers(self) -> int:
+        """How many xdist workers judge; 0 without xdist."""
+        return self._session.num_workers
+
     def add(self, nodeid: str, verdict: Verdict) -> None:
         """Keep and write one verdict; trouble with the store is noted, not raised."""
         record = Record(nodeid=nodeid, verdict=verdict, recorded_at=now())
@@ -111,6 +116,7 @@ class Ledger:
                 "mode": settings.mode,
                 "methods": list(settings.methods),
                 "given": list(settings.given),
+                "workers": self.num_workers,
                 "gate": msgspec.to_builtins(session.gate_settings, enc_hook=str),
             },
             machine=first.machine,

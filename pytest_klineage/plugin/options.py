@@ -90,6 +90,10 @@ OPTIONS = (
         "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.95)"
     ),
     Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
+    Option(
+        "busy-limit", "X", number(float, 0),
+        "Share of the machine that others may use during timing before a verdict is inconclusive; 1 never (default: 0.25)",
+    ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
     Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
@@ -116,6 +120,7 @@ GATE_KEYS = {
     "precision": "precision",
     "confidence": "confidence",
     "time-limit": "time_limit_s",
+    "busy-limit": "busy_limit",
     "seeds": "seeds",
     "threads": "threads",
     "cache-dir": "cache_dir",

@@ -26,6 +26,9 @@ class KlineageSession:
         self.config = config
         self.settings: Settings = read_settings(config)
         self.num_cases = 0
+        """Tests with a kernel_case that this process collected."""
+        self.num_workers = 0
+        """Processes that pytest-xdist started for this one."""
         self._gate: Gate | None = None
         self._gate_settings: GateSettings | None = None
         self._platform = ""

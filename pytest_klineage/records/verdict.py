@@ -37,7 +37,7 @@ class Code(StrEnum):
     ACCEPTED_MEETS_TARGET = "accepted.meets_target"
     SLOWER_THAN_REQUIRED = "slower.than_required"
     INCONCLUSIVE_INTERVAL = "inconclusive.interval"
-    INCONCLUSIVE_TOO_FEW = "inconclusive.too_few_pairs"
+    INCONCLUSIVE_BUSY = "inconclusive.busy_machine"
     MISMATCH = "wrong_value.mismatch"
     NON_FINITE = "wrong_value.non_finite"
     UNWRITTEN = "wrong_value.unwritten"
@@ -155,6 +155,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     wall_gap_ms: float = 0.0
     """Median of the trusted clock minus the worker's clock, candidate side."""
     reference_wall_gap_ms: float = 0.0
+    foreign_load: float = 0.0
+    """Share of the machine's CPU time that other processes used meanwhile."""
     seconds: float = 0.0
     """Wall time of the timed blocks, including preparation of inputs between calls."""
     stopped: str = ""

@@ -21,7 +21,7 @@ BY_STATUS = {
 """One entry for every status."""
 
 BY_CODE = {
-    Code.INCONCLUSIVE_TOO_FEW: "raise --klineage-time-limit: the kernel is slow for the pairs that are needed",
+    Code.INCONCLUSIVE_BUSY: "time it on an idle machine, or raise --klineage-busy-limit",
     Code.NON_FINITE: "look for an overflow, a division by zero, or a maximum that was not subtracted",
     Code.UNWRITTEN: "write every element of every output, edges and tails as well",
     Code.INPUT_MUTATED: "copy what the kernel changes; inputs are read-only",

@@ -49,6 +49,13 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     return lines
 
 
+def sharing_note(workers: int, platform: str) -> str:
+    """A caution for figures that were taken while several test processes shared one CPU; empty when there is none."""
+    if workers < 2 or platform != "cpu":
+        return ""
+    return f"{workers} test processes shared this CPU: judge once more without -n before you keep a figure"
+
+
 def terminal_report(run: Run, width: int = WIDTH) -> str:
     """A run's table, mean and notes as they stand at the end of the test run."""
     verdicts = [record.verdict for record in run.records]
@@ -88,7 +95,9 @@ def ratio(value: float) -> str:
     """A speedup with two digits behind the point, and with more where it is tiny."""
     if value >= 100:
         return f"{value:.0f}"
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    if value >= 0.1:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if value >= 0.001 else f"{value:.0e}"
 
 
 def speedup_text(verdict: Verdict) -> str:
@@ -160,6 +169,7 @@ def _heading(run: Run) -> list[str]:
     facts: list[tuple[str, str]] = [("started", run.info.started_at)]
     facts.append(("machine", ", ".join(sorted(machines)) or (run.info.machine.device if run.info.machine else "")))
     facts.append(("timing policy", ", ".join(sorted(policies))))
+    facts.append(("note", sharing_note(int(run.info.settings.get("workers", 0)), run.info.platform)))
     return [title, *(f"{name}: {value}" for name, value in facts if value)]
 
 

@@ -20,7 +20,7 @@ from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
 BASE_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=default")
 DEFAULT_FLAGS = ("-O3", "-fopenmp")
 ALLOWED_FLAGS = (
-    r"-O([0-3sg]|fast)?", r"-g", r"-std=(c|gnu)\+\+\d\d", r"-fopenmp(-simd)?", r"-m[a-z0-9.]+(=[\w.+-]+)?",
+    r"-O([0-3sg]|fast)?", r"-g", r"-std=(c|gnu)\+\+\d\d", r"-fopenmp(-simd)?", r"-m[a-z0-9][a-z0-9.-]*(=[\w.+-]+)?",
     r"-f(no-)?[a-z][a-z0-9-]*", r"-D\w+(=[\w.+-]*)?", r"-W[a-z][a-z-]*", r"--param=[a-z-]+=\d+",
 )  # fmt: skip
 """What a source may ask of the compiler. Anything that names a file, a library or a plugin is not here."""

@@ -6,6 +6,7 @@ active. The numbers are those of the Linux UAPI headers (landlock.h, seccomp.h, 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
@@ -14,6 +15,7 @@ import signal
 import struct
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeAlias
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -24,6 +26,7 @@ NAMESPACES = (("network", CLONE_NEWNET), ("ipc", CLONE_NEWIPC), ("pid", CLONE_NE
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_READ = (1 << 0) | (1 << 2) | (1 << 3)  # execute, read file, read directory
+LANDLOCK_DEVICES = (1 << 6) | (1 << 9) | (1 << 11)  # make character devices, sockets, block devices
 LANDLOCK_FILE_ONLY = (1 << 0) | (1 << 1) | (1 << 2) | (1 << 14) | (1 << 15)  # rights that a rule on a file may carry
 LANDLOCK_RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
 
@@ -31,7 +34,8 @@ FILE_SIZE_LIMIT = 256 << 20
 """The largest file a candidate may write, in bytes."""
 OPEN_FILES_LIMIT = 256
 DATA_LIMIT = 8 << 30
-"""Private memory a candidate may map beyond what the template had, in bytes."""
+"""Private memory a candidate may map beyond what the template had, in bytes; of any kind twice as much."""
+CAPABILITY_VERSION = 0x20080522
 
 
 def die_with_parent() -> None:
@@ -72,12 +76,14 @@ def enter_namespaces() -> list[str]:
 
 def limit_resources() -> list[str]:
     """Bound what the process can write, open and map."""
-    mapped = _mapped_bytes()
+    total, private = _mapped_bytes()
     limits = (
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, FILE_SIZE_LIMIT),
         (resource.RLIMIT_NOFILE, OPEN_FILES_LIMIT),
-        (resource.RLIMIT_DATA, mapped + DATA_LIMIT),
+        (resource.RLIMIT_DATA, private + DATA_LIMIT),
+        # Shared mappings do not count as data.
+        (resource.RLIMIT_AS, total + 2 * DATA_LIMIT),
     )
     for kind, value in limits:
         _soft, hard = resource.getrlimit(kind)
@@ -86,9 +92,25 @@ def limit_resources() -> list[str]:
     return ["rlimits"]
 
 
-def _mapped_bytes() -> int:
+def _mapped_bytes() -> tuple[int, int]:
+    """Address space of this process, and the private part of it."""
     fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[5]) * resource.getpagesize()
+    return int(fields[0]) * resource.getpagesize(), int(fields[5]) * resource.getpagesize()
+
+
+def drop_capabilities() -> list[str]:
+    """Give up what root may do, such as making device files; without effect on everybody else."""
+    header = struct.pack("<Ii", CAPABILITY_VERSION, 0)
+    return ["capabilities"] if LIBC.capset(header, bytes(24)) == 0 else []
+
+
+def limit_cores(count: int) -> bool:
+    """Stay on `count` of the cores that this process may use. Returns whether that is fewer than before."""
+    cores = sorted(os.sched_getaffinity(0))
+    if count >= len(cores):
+        return False
+    os.sched_setaffinity(0, cores[-count:])
+    return True
 
 
 class _RulesetAttribute(ctypes.Structure):
@@ -120,7 +142,7 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> list[str
         for path in readable:
             _allow(ruleset, path, LANDLOCK_READ & rights)
         for path in writable:
-            _allow(ruleset, path, rights)
+            _allow(ruleset, path, rights & ~LANDLOCK_DEVICES)
         for path in ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"):
             _allow(ruleset, path, 0b110 & rights)
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -156,7 +178,8 @@ SYSCALLS = {
         "io_uring_setup": 425, "shmget": 29, "msgget": 68, "semget": 64, "socket": 41, "rt_sigqueueinfo": 129,
         "rt_tgsigqueueinfo": 297, "open_by_handle_at": 304, "move_mount": 429, "fsopen": 430, "settimeofday": 164,
         "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
-        "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302,
+        "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302, "mmap": 9,
+        "sched_setaffinity": 203,
     },
     "aarch64": {
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
@@ -166,40 +189,76 @@ SYSCALLS = {
         "io_uring_setup": 425, "shmget": 194, "msgget": 186, "semget": 190, "socket": 198, "rt_sigqueueinfo": 138,
         "rt_tgsigqueueinfo": 240, "open_by_handle_at": 265, "move_mount": 429, "fsopen": 430, "settimeofday": 170,
         "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
-        "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261,
+        "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261, "mmap": 222,
+        "sched_setaffinity": 122,
     },
 }  # fmt: skip
 PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
-CONDITIONAL_CALLS = ("clone", "clone3", "kill", "tkill", "tgkill", "prlimit64")
+CONDITIONAL_CALLS = ("clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity")
+PROT_EXEC, MAP_ANONYMOUS = 0x4, 0x20
 CLONE_THREAD = 0x00010000
 EPERM, ENOSYS = 1, 38
 RET_ALLOW, RET_ERRNO, RET_KILL = 0x7FFF0000, 0x00050000, 0x80000000
 LOAD, EQUAL, GREATER_EQUAL, BIT_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ARGUMENT_0 = 16  # offset of the low word of the first argument in struct seccomp_data
+ARGUMENT_0 = 16  # offset of the low word of the first argument in struct seccomp_data; 8 bytes from each to the next
 
+Instruction: TypeAlias = tuple[int, int, int, int]
+"""Code, jump if true, jump if false, value."""
 
 REFUSE, ALLOW = (RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)
 
 
-def filter_calls(*, allow_processes: bool) -> list[str]:
-    """Refuse system calls that reach other processes, the network or the machine; on request also new processes."""
+def filter_calls(*, allow_processes: bool, allow_cores: bool = True) -> list[str]:
+    """Refuse system calls that reach other processes, the network or the machine; on request also new processes.
+
+    Without `allow_cores` the process cannot choose its cores either.
+    """
     machine = platform.machine()
     if machine not in SYSCALLS:
         return []
-    program = seccomp_program(SYSCALLS[machine], AUDIT_ARCH[machine], os.getpid(), allow_processes=allow_processes)
+    numbers = SYSCALLS[machine]
+    program = seccomp_program(numbers, AUDIT_ARCH[machine], os.getpid(), allow_processes=allow_processes)
+    if not allow_cores:
+        program[-1:] = [(EQUAL, 0, 1, numbers["sched_setaffinity"]), REFUSE, ALLOW]
+    return ["seccomp"] if install(program) else []
+
+
+def freeze_code() -> list[str]:
+    """From now on no file can be mapped as code: what a native kernel may call is loaded by now."""
+    machine = platform.machine()
+    if machine not in SYSCALLS:
+        return []
+    # Unwinding at the end of a thread loads this one when it is first needed.
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libgcc_s.so.1")
+    program = [
+        (LOAD, 0, 0, 0),
+        (EQUAL, 1, 0, SYSCALLS[machine]["mmap"]),
+        ALLOW,
+        (LOAD, 0, 0, ARGUMENT_0 + 2 * 8),
+        (BIT_SET, 1, 0, PROT_EXEC),
+        ALLOW,
+        (LOAD, 0, 0, ARGUMENT_0 + 3 * 8),
+        (BIT_SET, 1, 0, MAP_ANONYMOUS),
+        REFUSE,
+        ALLOW,
+    ]
+    return ["frozen-code"] if install(program) else []
+
+
+def install(program: list[Instruction]) -> bool:
+    """Put a filter in front of this process's system calls, for good."""
     code = b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(buffer))
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0) != 0:
-        return []
-    return ["seccomp"]
+    return bool(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.c_char_p(header), 0, 0) == 0)
 
 
 def seccomp_program(
     numbers: dict[str, int], architecture: int, own_pid: int, *, allow_processes: bool
-) -> list[tuple[int, int, int, int]]:
-    """A classic BPF program as (code, jump if true, jump if false, value) tuples."""
+) -> list[Instruction]:
+    """A classic BPF program that ends with the permission for everything that was not refused before."""
     refuse, absent, allow = REFUSE, (RETURN, 0, 0, RET_ERRNO | ENOSYS), ALLOW
     program = [
         (LOAD, 0, 0, 4),  # architecture
@@ -225,6 +284,6 @@ def seccomp_program(
     return program
 
 
-def _only(number: int, test: int, value: int) -> list[tuple[int, int, int, int]]:
+def _only(number: int, test: int, value: int) -> list[Instruction]:
     """Allow one system call only when its first argument passes a test against `value`."""
     return [(EQUAL, 0, 4, number), (LOAD, 0, 0, ARGUMENT_0), (test, 1, 0, value), REFUSE, ALLOW]

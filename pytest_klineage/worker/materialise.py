@@ -20,6 +20,7 @@ _base: Any = torch._C.TensorBase
 COPY: Callable[..., Any] = _base.copy_
 STRIDE: Callable[..., tuple[int, ...]] = _base.stride
 DATA_PTR: Callable[..., int] = _base.data_ptr
+ELEMENT_SIZE: Callable[..., int] = _base.element_size
 SHAPE: Any = _base.shape
 DTYPE: Any = _base.dtype
 DEVICE: Any = _base.device
@@ -54,13 +55,14 @@ def check(tensor: Any, view: torch.Tensor, name: str) -> None:
         raise SurfaceFailure(
             Code.FAKE_TENSOR, f"output {name} carries attributes of its own: {sorted(vars(tensor))[:5]}"
         )
-    if DEVICE.__get__(tensor) != view.device or LAYOUT.__get__(tensor) is not torch.strided:
-        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is not a dense tensor on {view.device}")
+    if DEVICE.__get__(tensor) != DEVICE.__get__(view) or LAYOUT.__get__(tensor) is not torch.strided:
+        raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is not a dense tensor on {DEVICE.__get__(view)}")
     shape, dtype = tuple(SHAPE.__get__(tensor)), DTYPE.__get__(tensor)
-    if shape != tuple(view.shape):
-        raise SurfaceFailure(Code.OUTPUT_SHAPE, f"output {name} has shape {shape}, expected {tuple(view.shape)}")
-    if dtype != view.dtype:
-        raise SurfaceFailure(Code.OUTPUT_DTYPE, f"output {name} is {dtype}, expected {view.dtype}")
+    right_shape, right_dtype = tuple(SHAPE.__get__(view)), DTYPE.__get__(view)
+    if shape != right_shape:
+        raise SurfaceFailure(Code.OUTPUT_SHAPE, f"output {name} has shape {shape}, expected {right_shape}")
+    if dtype != right_dtype:
+        raise SurfaceFailure(Code.OUTPUT_DTYPE, f"output {name} is {dtype}, expected {right_dtype}")
     overlapping = any(step == 0 and size > 1 for step, size in zip(STRIDE(tensor), shape, strict=True))
     if overlapping:
         raise SurfaceFailure(Code.OUTPUT_STRIDES, f"output {name} repeats one piece of memory (stride 0)")
@@ -68,7 +70,8 @@ def check(tensor: Any, view: torch.Tensor, name: str) -> None:
 
 def extent_bytes(tensor: torch.Tensor, strides: tuple[int, ...]) -> int:
     """Bytes from a tensor's first to past its last element."""
-    if tensor.numel() == 0:
+    shape = SHAPE.__get__(tensor)
+    if 0 in shape:
         return 0
-    last = sum((size - 1) * step for size, step in zip(SHAPE.__get__(tensor), strides, strict=True))
-    return int((last + 1) * tensor.element_size())
+    last = sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
+    return int((last + 1) * ELEMENT_SIZE(tensor))

@@ -79,10 +79,12 @@ class Oracle:
 
     def open_case(self, request: OpenCase) -> Opened:
         """Make the case's problems, or take them from an earlier judgement of the same case."""
-        torch.set_num_threads(request.threads)
         key = request_key(request)
         if key not in self.cases:
+            torch.set_num_threads(request.threads)
             self.cases[key] = ProblemSet(request)
+            # Between two timed calls one thread is enough: a pool that wakes and sleeps would disturb what comes next.
+            torch.set_num_threads(1)
             while len(self.cases) > KEPT_CASES:
                 self.cases.popitem(last=False)
         self.cases.move_to_end(key)
@@ -143,13 +145,20 @@ class Oracle:
         samples: list[Sample] = []
         for _ in range(request.reps):
             view, slot = self.schedule.next(problems, fresh=fresh)
+            seen: set[str] = set()
             for role in request.order:
+                if role in seen:
+                    # Nobody gets the same inputs twice; the two sides of a pair get the same.
+                    view, slot = self.schedule.next(problems, fresh=fresh)
+                    seen.clear()
+                seen.add(role)
                 self.flush()
                 self.turn = role
-                # The reference is trusted; comparing its outputs would only make the pair slower.
-                defences = request.defences if role == "candidate" else frozenset({"poison"})
-                outcome = self.players[role].run(view, 0, slot, request.deadline_s, defences)
+                # The reference goes through the same motions: what follows a call must not depend on whose call it was.
+                outcome = self.players[role].run(view, 0, slot, request.deadline_s, request.defences)
                 samples.append(outcome.sample)
+                if outcome.reasons and role == "reference":
+                    raise WorkerProblem(*outcome.reasons)
                 if outcome.reasons:
                     return Timed(samples=tuple(samples), reasons=tuple(as_timed(r) for r in outcome.reasons))
         return Timed(samples=tuple(samples))

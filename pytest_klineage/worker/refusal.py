@@ -1,7 +1,8 @@
 """Making the framework's computing operations raise, process-wide, so that a wrapper around the framework shows.
 
-Every ATen operator gets a CPU implementation that raises, except allocation, views, copies and type glue. The override
-sits in the dispatcher, so it also holds in other threads and for calls from C++.
+Every operator gets CPU implementations that raise, except allocation, views, copies and type glue. The override sits in
+the dispatcher, so it also holds in other threads and for calls from C++. It does not hold for whoever calls a function
+of the framework's library directly.
 """
 
 from __future__ import annotations
@@ -99,6 +100,10 @@ GLUE = frozenset(
     ]
 )
 """Operators that move or make tensors and compute nothing."""
+KEYS = ("CPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU")
+"""Where the dispatcher keeps implementations for a CPU: by the layout of the tensors."""
+DIRECT = frozenset(["_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback"])
+"""Operators that are declared as composed of others and yet compute themselves."""
 
 
 class FrameworkRefused(RuntimeError):
@@ -106,26 +111,32 @@ class FrameworkRefused(RuntimeError):
 
 
 def refuse_compute() -> None:
-    """Replace the CPU implementation of every computing ATen operator in this process. There is no way back."""
+    """Replace the CPU implementations of every computing operator in this process. There is no way back."""
     import torch
 
-    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
+    libraries: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sorted(set(torch._C._dispatch_get_all_op_names())):
             namespace, _, rest = name.partition("::")
-            if namespace != "aten" or rest.partition(".")[0] in GLUE or not has_cpu_kernel(name):
+            plain = rest.partition(".")[0]
+            if plain in GLUE:
                 continue
-            library.impl(rest, refuser(name), "CPU")
-    # The registrations end with the library object; it must live as long as the process.
-    torch._klineage_refusal = library  # type: ignore[attr-defined]
+            for key in KEYS:
+                if not (has_kernel(name, key) or (key == "CPU" and plain in DIRECT)):
+                    continue
+                if namespace not in libraries:
+                    libraries[namespace] = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+                libraries[namespace].impl(rest, refuser(name), key)
+    # The registrations end with the library objects; they must live as long as the process.
+    torch._klineage_refusal = libraries  # type: ignore[attr-defined]
 
 
-def has_cpu_kernel(name: str) -> bool:
-    """Whether an operator is implemented on the CPU itself, rather than composed of others."""
+def has_kernel(name: str, key: str) -> bool:
+    """Whether an operator is implemented under this key itself, rather than composed of others."""
     import torch
 
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, "CPU"))
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
 def refuser(name: str) -> Any:

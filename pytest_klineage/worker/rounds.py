@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 EARLY_SAMPLES = 256
 """Elements of every output that are read the moment the call returns."""
+COPIES_ALLOWED = 4
+"""How many copies of the outputs may pass, in time, between a call's return and a copied result: cold pages, two hops."""
 SETTLE_S = 0.05
 """How long a wrong output is given to change: if it does, work went on after the call had returned."""
 
@@ -120,10 +122,13 @@ class Player:
         returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
         wall_ns = time.perf_counter_ns() - started
         early = {name: (where, flat[name][where]) for name, where in positions.items()}
+        looked = time.perf_counter_ns()
         done = self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
         if done.tensors:
-            # A kernel that returns its outputs has them copied after the call; there is nothing early to look at.
+            # A kernel that returns its outputs has them copied after the call; there is nothing early to look at. What
+            # takes longer than copying belongs to the call: it may have been announced before the work was done.
             early = {}
+            wall_ns += max(0, time.perf_counter_ns() - looked - COPIES_ALLOWED * arena.copy_ns)
         if not 0 < returned.elapsed_ns <= wall_ns:
             raise WorkerProblem(
                 Reason(
@@ -228,22 +233,24 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def prepare(arena: SharedArena, slot: int, view: View, kind: int, defences: frozenset[str]) -> None:
-    """Write the inputs and poison the outputs; without poison, leave the right answer lying about as a heap would."""
-    for name, tensor in arena.inputs(slot).items():
-        tensor.copy_(view.inputs[name])
+    """Poison the outputs and write the inputs; without poison, leave the right answer lying about as a heap would."""
     outputs = arena.outputs(slot)
     for item in arena.arena.slots[slot].outputs:
         if "poison" in defences:
             poison(item.spec, outputs[item.spec.name], kind)
         else:
             outputs[item.spec.name].copy_(view.problem.expected.outputs[item.spec.name])
+    # Last, because a thread of the candidate may be waiting for them.
+    for name, tensor in arena.inputs(slot).items():
+        tensor.copy_(view.inputs[name])
 
 
 def compare(
     arena: SharedArena, slot: int, view: View, kind: int, early: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[list[Check], list[Reason]]:
     """Compare a slot's outputs with the oracle's, and with what they were the moment the call had returned."""
-    outputs = arena.outputs(slot)
+    # A private copy: what is compared must not change between two looks at it.
+    outputs = {name: tensor.clone() for name, tensor in arena.outputs(slot).items()}
     problem = view.problem
     errors = problem.expected.errors(view.undo(dict(outputs)))
     checks, reasons = [], []
@@ -257,7 +264,8 @@ def compare(
                 explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound)
             )
     for name, (where, seen) in early.items():
-        settled = outputs[name].as_strided((storage_extent(outputs[name]),), (1,))[where]
+        live = arena.outputs(slot)[name]
+        settled = live.as_strided((storage_extent(live),), (1,))[where]
         if not same_bits(seen, settled):
             message = f"output {name} still changed after the call had returned"
             reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))

@@ -32,6 +32,7 @@ SYSTEM_PATHS = (
     "/etc/ld.so.cache",
     "/etc/localtime",
     "/sys/devices/system/cpu",
+    "/proc/cpuinfo",
 )
 
 
@@ -45,6 +46,8 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     try:
         containment_report = contain(job, active)
         kernel = load(job)
+        if job.sandbox and not surface_needs_torch(job):
+            containment_report += containment.freeze_code()
     except SurfaceFailure as failure:
         channel.send(LoadFailed(code=failure.code, message=bounded(failure.message)))
         return
@@ -96,11 +99,13 @@ def set_environment(job: Job) -> None:
 
 def contain(job: Job, active: list[str]) -> list[str]:
     """Apply what this kernel offers, outermost first. Returns the names of what is now active."""
+    fewer_cores = containment.limit_cores(job.threads)
     if not job.sandbox:
         return active
     report = [*active, *containment.limit_resources()]
     report += containment.restrict_files(readable_paths(job), [job.workdir])
-    report += containment.filter_calls(allow_processes=job.allow_processes)
+    report += containment.drop_capabilities()
+    report += containment.filter_calls(allow_processes=job.allow_processes, allow_cores=not fewer_cores)
     return report
 
 

@@ -33,8 +33,8 @@ KILL_LIMIT_S = 5.0
 class Keeper:
     """What the template knows of one worker."""
 
-    def __init__(self, pid: int, status_fd: int) -> None:
-        self.pid, self.status_fd = pid, status_fd
+    def __init__(self, pid: int, status_fd: int, workdir: str) -> None:
+        self.pid, self.status_fd, self.workdir = pid, status_fd, workdir
 
 
 class Template:
@@ -48,7 +48,7 @@ class Template:
 
             # The first tensor initialises the allocator and the type system; a fork inherits them for nothing.
             torch.zeros(1)
-        self.own_libraries = mapped_libraries(os.getpid())
+        self.own_libraries = mapped_libraries(os.getpid(), os.devnull)
         gc.collect()
         gc.freeze()
 
@@ -76,7 +76,7 @@ class Template:
             keep(job, channel_fd, log_fd, status_write)
         for fd in (channel_fd, log_fd, status_write):
             os.close(fd)
-        self.keepers[pid] = Keeper(pid, status_read)
+        self.keepers[pid] = Keeper(pid, status_read, job.workdir)
         return pid
 
     def end(self, request: End) -> Ended:
@@ -84,7 +84,7 @@ class Template:
         keeper = self.keepers.pop(request.worker, None)
         if keeper is None:
             return Ended(killed=True)
-        libraries = sorted(descendant_libraries(keeper.pid) - self.own_libraries)
+        libraries = sorted(descendant_libraries(keeper.pid, keeper.workdir) - self.own_libraries)
         status = read_status(keeper.status_fd, request.grace_s)
         killed = status is None
         if killed:
@@ -178,20 +178,29 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def mapped_libraries(pid: int) -> set[str]:
-    """Names of the shared libraries of LIBRARY_NAMES that a process has mapped."""
+def mapped_libraries(pid: int, workdir: str) -> set[str]:
+    """Names of the shared libraries of LIBRARY_NAMES that a process has mapped.
+
+    Code from a worker's own directory or from nameless memory counts under whatever name it goes: nobody else put it
+    there.
+    """
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    return {Path(line.split(maxsplit=5)[-1]).name for line in lines if LIBRARY_NAMES.search(line)}
+    entries = [(line.split(maxsplit=5)[1], line.split(maxsplit=5)[-1]) for line in lines if "/" in line]
+    return {
+        Path(path).name
+        for rights, path in entries
+        if LIBRARY_NAMES.search(path) or ("x" in rights and path.startswith((f"{workdir}/", "/memfd:")))
+    }
 
 
-def descendant_libraries(pid: int) -> set[str]:
+def descendant_libraries(pid: int, workdir: str) -> set[str]:
     """Libraries mapped by a process's descendants."""
     found: set[str] = set()
     for child in children(pid):
-        found |= mapped_libraries(child) | descendant_libraries(child)
+        found |= mapped_libraries(child, workdir) | descendant_libraries(child, workdir)
     return found
 
 

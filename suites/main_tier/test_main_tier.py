@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     known = sorted({name for expert in find_experts(EXPERTS) for name in expert.variants})
     for method in methods:
         if method not in known:
-            raise pytest.UsageError(str(UnknownName("method", method, known)))
+            pytest.fail(f"klineage: {UnknownName('method', method, known)}", pytrace=False)
     pairs = [(operator, method) for operator in OPERATORS for method in methods]
     metafunc.parametrize(("operator", "method"), pairs, ids=[f"{operator}-{method}" for operator, method in pairs])
 

@@ -23,15 +23,16 @@ extern "C" int run(const klineage_call *call) {
 """
 """A matrix product that is right when OFFSET is 0.0."""
 
+HEADER = '#include "klineage.h"\nextern "C" int'
 KERNELS = {
     "good.cpp": GEMM.replace("OFFSET", "0.0"),
     "wrong.cpp": GEMM.replace("OFFSET", "1.0"),
-    "broken.cpp": '#include "klineage.h"\nextern "C" int run(const klineage_call *call) { return undeclared_name; }\n',
-    "noentry.cpp": '#include "klineage.h"\nextern "C" int walk(const klineage_call *call) { return 0; }\n',
-    "crash.cpp": '#include "klineage.h"\nextern "C" int run(const klineage_call *call) { return *(volatile int *)8; }\n',
+    "broken.cpp": f"{HEADER} run(const klineage_call *call) {{ return undeclared_name; }}\n",
+    "noentry.cpp": f"{HEADER} walk(const klineage_call *call) {{ return 0; }}\n",
+    "crash.cpp": f"{HEADER} run(const klineage_call *call) {{ return *(volatile int *)8; }}\n",
 }
 
-QUICK = ("--klineage-time-limit=0.3", "--klineage-precision=0.5", "--klineage-seeds=1")
+QUICK = ("--klineage-time-limit=0.3", "--klineage-precision=0.5", "--klineage-seeds=1", "--klineage-busy-limit=1")
 """Tests of the plugin need verdicts, not precise ones."""
 
 FAKE_GATE = '''
@@ -86,10 +87,14 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture(autouse=True)
-def own_surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A cache that these tests share and nobody else, and none of the outer run's variables."""
+def own_surroundings(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A cache that these tests share and nobody else, and none of the outer run's variables or slow plugins."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+    # After pytester, which removes the variable.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -11,13 +11,16 @@ TYPOS = {
     "no operator": ('(8, 8, 8), "fp32"', "*kernel_case*missing*'op'*"),
     "dtype": ('(8, 8, 8), "f32", op="gemm"', "*unknown dtype for gemm 'f32'. *Valid: *fp32*"),
     "reference": ('(8, 8, 8), "fp32", ref="cublass", op="gemm"', "*unknown reference 'cublass'. *Valid: torch*"),
-    "argument": ('(8, 8, 8), "fp32", op="gemm", refs="torch"', "*unknown argument of kernel_case for gemm 'refs'*ref,*"),
+    "argument": (
+        '(8, 8, 8), "fp32", op="gemm", refs="torch"',
+        "*unknown argument of kernel_case for gemm 'refs'*ref,*",
+    ),
     "option value": (
         '(1, 8, 64, 64), "fp32", op="fmha", causal="yes"',
-        "*unknown value for fmha option 'causal' 'yes'. *Valid: False, True*",
+        "*unknown value for fmha option 'causal' 'yes'*Valid: False, True*",
     ),
     "axes": ('(8, 8), "fp32", op="gemm"', "*gemm has 3 axes (*), got 2 sizes: (8, 8)*"),
-    "axis name": ('{"m": 8, "n": 8, "q": 8}, "fp32", op="gemm"', "*axis*gemm*"),
+    "axis name": ('{"M": 8, "N": 8, "Q": 8}, "fp32", op="gemm"', "*unknown axis of gemm 'Q'. Valid: K, M, N*"),
     "size": ('(8, 8, 0), "fp32", op="gemm"', "*must be a positive integer, got 0*"),
     "shape": ('8, "fp32", op="gemm"', "*a shape is a sequence of sizes or a dict by axis name, got 8*"),
     "also": ('(8, 8, 8), "fp32", op="gemm", also=[(8, 8)]', "*gemm has 3 axes*"),
@@ -93,7 +96,7 @@ def test_the_nearest_marker_wins_and_the_case_is_a_fixture(pytester: pytest.Pyte
                 assert klineage_case.library == "label"
                 assert [list(shape.values()) for shape in klineage_case.also_shapes] == [[4, 4, 4], [9, 5, 3]]
 
-            @kernel_case({"batch": 1, "heads": 2, "seq": 16, "dim": 8}, "fp32", op="fmha", causal=True)
+            @kernel_case({"S": 16, "B": 1, "H": 2, "D": 8}, "fp32", op="fmha", causal=True)
             def test_inner(self, klineage_case):
                 assert klineage_case.id == "fmha-1x2x16x8-fp32-causal"
 

@@ -29,7 +29,8 @@ extern "C" int run(const klineage_call *call) {
                             for (int64_t s = 0; s < S; ++s) {
                                 const int64_t h = p * stride + r - pad, i = q * stride + s - pad;
                                 if (h < 0 || h >= H || i < 0 || i >= W) continue;
-                                sum += static_cast<double>(xp[n * x.stride[0] + c * x.stride[1] + h * x.stride[2] + i * x.stride[3]]) *
+                                const int64_t from = n * x.stride[0] + c * x.stride[1] + h * x.stride[2] + i * x.stride[3];
+                                sum += static_cast<double>(xp[from]) *
                                        wp[f * w.stride[0] + c * w.stride[1] + r * w.stride[2] + s * w.stride[3]];
                             }
                     yp[n * y.stride[0] + f * y.stride[1] + p * y.stride[2] + q * y.stride[3]] = static_cast<float>(sum);

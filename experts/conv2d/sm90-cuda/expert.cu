@@ -5,42 +5,108 @@
 
 #include "klineage.h"
 
-#ifndef CONV_CLUSTER
-#define CONV_CLUSTER 2
-#endif
-#ifndef CONV_EPILOGUE  // NHWC: 0 stages the tile in shared memory, 1 transposes inside quads of lanes
-#define CONV_EPILOGUE 1
-#endif
-#ifndef CONV_ROTATE
-#define CONV_ROTATE 1
-#endif
-
 namespace {
 
-constexpr int kC = 64, kF = 128, kTaps = 9, kDepth = kC * kTaps;  // K of the implicit GEMM
-constexpr int kTile = 192, kThreads = 384;                       // three warpgroups of 64 output pixels
-constexpr int kChunks = kDepth / 64, kChunkBytes = kF * 64 * 2;  // the weights arrive in 9 slices of K
-constexpr int kChannelPitch = 600;                               // NCHW: halves per channel of the image tile
-constexpr int kImageBytes = kC * kChannelPitch * 2;              // NHWC: 600 pixels of 128 bytes
-constexpr int kSlots = kImageBytes / 128;
-constexpr int kStagePitch = 200;                                 // NCHW epilogue: halves per filter
-constexpr int kImageAt = kChunks * kChunkBytes, kTableAt = kImageAt + kImageBytes, kBarriersAt = kTableAt + kTile * 4;
-constexpr int kSharedBytes = 1024 + kBarriersAt + (kChunks + 1) * 8;
-static_assert(kSharedBytes <= 232448, "shared memory of one block");
+constexpr int kC = 64, kF = 128, kDepth = kC * 9;                // K of the implicit GEMM
+constexpr int kTile = 192;                                       // output pixels of a block: 64 per warpgroup
+constexpr int kWeightBytes = kF * kDepth * 2;
+constexpr int kTapBytes = kWeightBytes / 9;                      // NHWC: one tap, 128 filters x 64 channels
+constexpr int kQuarterBytes = kWeightBytes / 4;                  // NCHW: 16 channels of all filters, all taps
+constexpr int kGroupBytes = kQuarterBytes / 16;                  // of which 8 filters
+constexpr int kSlots = 625, kMaxRows = 80;                       // NHWC: input pixels, input rows of a tile
+constexpr int kImageAt = kWeightBytes, kBarriersAt = kImageAt + kSlots * 128;
+constexpr int kNchwSlots = 464, kNchwImageAt = 3 * kQuarterBytes;  // NCHW: the last quarter of the weights comes to
+constexpr int kRawAt = kNchwImageAt + kNchwSlots * 128;            // where the tile of x was before its conversion
+constexpr int kRawBytes = 7 * 8192;
+constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
+static_assert(kRawAt + kRawBytes <= kBarriersAt && kQuarterBytes <= kRawBytes && kRawAt % 1024 == 0, "NCHW");
+constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
+constexpr int kStagePitch = 144;                                 // NCHW epilogue: bytes of 64 pixels, and a pad
+static_assert(kSharedBytes <= 232448 && 3 * kF * kStagePitch <= 2 * kQuarterBytes, "shared memory of one block");
 
-// A tile is kTile consecutive output pixels (tile_w = 0), or a rectangle tile_h x tile_w of one image.
-// Image rows go to shared memory `pitch` pixels apart; neighbouring images share one row of zeros.
+struct Divider {  // n / d for 0 <= n < 2^31
+    unsigned multiplier = 0, shift = 0;
+    Divider() = default;
+    explicit Divider(int d) {
+        while ((1u << shift) < static_cast<unsigned>(d)) ++shift;
+        shift += 31;
+        multiplier = static_cast<unsigned>(((1ull << shift) + d - 1) / d);
+    }
+    __device__ __forceinline__ int operator()(int n) const {
+        return static_cast<int>(static_cast<unsigned long long>(static_cast<unsigned>(n)) * multiplier >> shift);
+    }
+};
+
+// A tile is kTile consecutive output pixels (tile_w = 0), or a rectangle tile_h x tile_w of one image. Input rows lie
+// `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
+// row n * (h + 1) is the row of zeros above image n, and below image n - 1.
 struct Geometry {
     const __half *x;
     __half *y;
-    int n, h, w, tile_h, tile_w, tiles_h, tiles_w, pitch, box_w, vector_in, vector_out;
+    int n, h, w, plane, total, tile_h, tile_w, tiles_w, tiles, pitch, box_w, vector;
+    Divider by_plane, by_w, by_rows, by_tile_w, by_tiles_w, by_tiles, by_vectors;
+};
+
+struct Tile {
+    int n, p, column;  // rectangle: image, first output row and the input column of slot 0; otherwise column = -1
+    int first_row, rows;
+
+    __device__ __forceinline__ explicit Tile(const Geometry &g) : n(0), p(0), column(-1) {
+        const int tile = blockIdx.x;
+        if (g.tile_w == 0) {
+            const int first = tile * kTile, last = min(first + kTile, g.total) - 1;
+            const int first_n = g.by_plane(first), last_n = g.by_plane(last);
+            first_row = first_n * (g.h + 1) + g.by_w(first - first_n * g.plane);
+            rows = last_n * (g.h + 1) + g.by_w(last - last_n * g.plane) + 3 - first_row;
+        } else {
+            n = g.by_tiles(tile);
+            const int inside = tile - n * g.tiles, band = g.by_tiles_w(inside);
+            p = band * g.tile_h;
+            column = (inside - band * g.tiles_w) * g.tile_w - 1;
+            first_row = n * (g.h + 1) + p;
+            rows = g.tile_h + 2;
+        }
+    }
+    // Input row i of the tile; h = -1 or g.h is a row of zeros.
+    __device__ __forceinline__ void row_of(const Geometry &g, int i, int &image, int &h) const {
+        image = g.tile_w ? n : g.by_rows(first_row + i);
+        h = first_row + i - image * (g.h + 1) - 1;
+    }
+    // Output pixel m of the tile: the slot of its upper left input pixel, its image and its place in that; false: none.
+    __device__ __forceinline__ bool pixel_of(const Geometry &g, int m, int &row, int &slot, int &image, int &place) const {
+        int q;
+        bool valid;
+        if (g.tile_w == 0) {
+            const int pixel = min(static_cast<int>(blockIdx.x) * kTile + m, g.total - 1);
+            valid = pixel == static_cast<int>(blockIdx.x) * kTile + m;
+            image = g.by_plane(pixel);
+            place = pixel - image * g.plane;
+            const int r = g.by_w(place);
+            q = place - r * g.w;
+            row = image * (g.h + 1) + r - first_row;
+        } else {
+            row = g.by_tile_w(m);
+            q = m - row * g.tile_w + column + 1;
+            image = n;
+            place = (p + row) * g.w + q;
+            valid = p + row < g.h && q < g.w;
+        }
+        slot = row * g.pitch + q - column - 1;
+        return valid;
+    }
 };
 
 __device__ __forceinline__ unsigned shared_address(const void *p) {
     return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
-__device__ __forceinline__ void barrier_init(unsigned bar) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(bar) : "memory");
+__device__ __forceinline__ void barrier_init(unsigned bar, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void fence_barrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 __device__ __forceinline__ void barrier_expect(unsigned bar, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -53,38 +119,25 @@ __device__ __forceinline__ void load_row(unsigned to, const CUtensorMap *map, un
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
                  ::"r"(to), "l"(map), "r"(0), "r"(w), "r"(h), "r"(n), "r"(bar) : "memory");
 }
-__device__ __forceinline__ void load_weights(unsigned to, const CUtensorMap *map, unsigned bar, int k, int f) {
-#if CONV_CLUSTER == 2
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(map), "r"(k), "r"(f), "r"(bar), "h"(static_cast<unsigned short>(3)) : "memory");
-#else
+__device__ __forceinline__ void load_tap(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %3, %3, %3}], [%4];"
+                 ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void load_quarter(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
-                 ::"r"(to), "l"(map), "r"(k), "r"(f), "r"(bar) : "memory");
-#endif
+                 ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
+}
+__device__ __forceinline__ void prefetch(const CUtensorMap *map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 __device__ __forceinline__ void ldmatrix(unsigned (&a)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
 }
-template <bool kTransposed>
+// Four 8x8 blocks of halves, each stored transposed.
 __device__ __forceinline__ void stmatrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
-    if constexpr (kTransposed)
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                     ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-    else
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                     ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ unsigned load_half(unsigned address) {
-    unsigned short v;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
-    return v;
-}
-// Volatile: the compiler would keep both halves in registers for the whole loop, and spill.
-__device__ __forceinline__ void unpack(unsigned v, unsigned &low, unsigned &high) {
-    asm volatile("{\n.reg .u16 low, high;\nmov.b32 {low, high}, %2;\ncvt.u32.u16 %0, low;\ncvt.u32.u16 %1, high;\n}"
-                 : "=r"(low), "=r"(high) : "r"(v));
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 __device__ __forceinline__ unsigned pack(float low, float high) {
     const __half2 v = __floats2half2_rn(low, high);
@@ -106,271 +159,273 @@ __device__ __forceinline__ void wgmma(float (&d)[64], const unsigned (&a)[4], un
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
-template <bool kNchw>
-__global__ void __launch_bounds__(kThreads, 1)
-conv_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-            const __grid_constant__ Geometry g) {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+// The 16-byte chunk of an input pixel that a lane addresses for ldmatrix: 16 channels of a row of the A operand.
+__device__ __forceinline__ unsigned chunk_address(unsigned image, int slot, int lane) {
+    return image + slot * 128 + ((lane / 16 ^ (slot & 7)) << 4);
+}
+
+__global__ void __launch_bounds__(384, 1)
+conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
     extern __shared__ unsigned char raw[];
-    unsigned char *const smem = raw + (-shared_address(raw) & 1023);
-    const unsigned weights = shared_address(smem), image = weights + kImageAt, bars = weights + kBarriersAt;
-    const unsigned image_bar = bars + kChunks * 8;
-    int *const table = reinterpret_cast<int *>(smem + kTableAt);  // output offset of each pixel of the tile, or -1
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, tile = blockIdx.x;
+    const unsigned weights = (shared_address(raw) + 1023) & ~1023u, image = weights + kImageAt;
+    const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+    if (threadIdx.x == 0) prefetch(&x_map);
+    if (threadIdx.x == 352) prefetch(&w_map);
+    const Tile tile(g);
 
-    if (thread == 0) {
-        for (int i = 0; i <= kChunks; ++i) barrier_init(bars + i * 8);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncwarp();
-
-    // Which rows of which image the tile needs: row i is padded row first_row + i.
-    const int plane = g.h * g.w, total = g.n * plane;
-    int first_row, rows, column = -1, tile_n = 0, tile_p = 0;
-    if (g.tile_w == 0) {
-        const int first = min(tile * kTile, total - 1), last = min(first + kTile, total) - 1;
-        const int first_n = first / plane, last_n = last / plane;
-        first_row = first_n * (g.h + 1) + (first - first_n * plane) / g.w;
-        rows = last_n * (g.h + 1) + (last - last_n * plane) / g.w + 3 - first_row;
-    } else {
-        tile_n = tile / (g.tiles_h * g.tiles_w);
-        const int inside = tile - tile_n * g.tiles_h * g.tiles_w;
-        tile_p = inside / g.tiles_w * g.tile_h;
-        column = inside % g.tiles_w * g.tile_w - 1;
-        first_row = tile_n * (g.h + 1) + tile_p;
-        rows = g.tile_h + 2;
-    }
-    const auto row_of = [&](int i, int &n, int &h) {  // h = -1 or g.h: a row of zeros
-        n = g.tile_w ? tile_n : (first_row + i) / (g.h + 1);
-        h = first_row + i - n * (g.h + 1) - 1;
+    const auto request_tap = [&](int tap) {
+        barrier_expect(tap_bars + tap * 8, kTapBytes);
+        load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
     };
-    // Where output pixel m of the tile has its upper left input pixel, and its place in the output.
-    const auto place_of = [&](int m, int &offset) {
-        int n, p, q, row;
-        bool valid;
-        if (g.tile_w == 0) {
-            const int pixel = tile * kTile + m;
-            valid = pixel < total;
-            n = pixel / plane;
-            const int rest = pixel - n * plane;
-            p = rest / g.w, q = rest - p * g.w;
-            row = n * (g.h + 1) + p - first_row;
-        } else {
-            row = m / g.tile_w;
-            n = tile_n, p = tile_p + row, q = column + 1 + m % g.tile_w;
-            valid = row < g.tile_h && p < g.h && q < g.w && n < g.n;
-        }
-        offset = !valid ? -1 : kNchw ? n * kF * plane + p * g.w + q : (n * plane + p * g.w + q);
-        return valid ? row * g.pitch + q - column - 1 : 0;
-    };
-
-    if (!kNchw && warp == 0) {
-        if (lane == 0) barrier_expect(image_bar, rows * g.box_w * 128);
-        __syncwarp();
-        for (int i = lane; i < rows; i += 32) {
+    if (lane == 0) {  // the rows of x and the first taps at once; a warp requests what it has made a barrier for
+        for (int i = warp; i < tile.rows; i += 12) {
+            barrier_init(row_bars + i * 8, 1);
+            fence_barrier_init();
             int n, h;
-            row_of(i, n, h);
-            load_row(image + i * g.pitch * 128, &x_map, image_bar, column, h, n);
+            tile.row_of(g, i, n, h);
+            barrier_expect(row_bars + i * 8, g.box_w * 128);
+            load_row(image + i * g.pitch * 128, &x_map, row_bars + i * 8, tile.column, h, n);
         }
-        __syncwarp();
+        const int tap = 11 - warp;
+        if (tap < 9) {
+            barrier_init(tap_bars + tap * 8, 1);
+            fence_barrier_init();
+            if (tap < kEarlyTaps) request_tap(tap);
+        }
     }
-#if CONV_CLUSTER == 2
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    const int half = tile & 1, start_seed = tile / 2;
-#else
     __syncthreads();
-    const int start_seed = tile;
-#endif
-    const int start = CONV_ROTATE && !kNchw ? start_seed % kChunks : 0;  // spread the first requests over the weights
-    if (thread == 32) {
-        for (int i = 0; i < kChunks; ++i) {
-            const int chunk = start + i < kChunks ? start + i : start + i - kChunks;
-            barrier_expect(bars + chunk * 8, kChunkBytes);
-#if CONV_CLUSTER == 2
-            load_weights(weights + chunk * kChunkBytes + half * kChunkBytes / 2, &w_map, bars + chunk * 8, chunk * 64, half * 64);
-#else
-            load_weights(weights + chunk * kChunkBytes, &w_map, bars + chunk * 8, chunk * 64, 0);
-            load_weights(weights + chunk * kChunkBytes + kChunkBytes / 2, &w_map, bars + chunk * 8, chunk * 64, 64);
-#endif
-        }
-    }
-    if (thread < kTile) {
-        int offset;
-        place_of(thread, offset);
-        table[thread] = offset;
-    }
-
-    if constexpr (kNchw) {  // image tile [channel][row][8 + column]: zeros outside the image
-        const int pieces = g.vector_in ? g.pitch / 8 : g.pitch;
-        for (int e = lane; e < rows * pieces; e += 32) {
-            const int row = e / pieces, piece = e - row * pieces;
-            int n, h;
-            row_of(row, n, h);
-            const int w = column + 1 - 8 + (g.vector_in ? piece * 8 : piece);
-            const bool inside = h >= 0 && h < g.h && n < g.n && w >= 0 && w < g.w;
-            const __half *from = inside ? g.x + (static_cast<long long>(n) * kC * g.h + h) * g.w + w : g.x;
-            const unsigned to = image + (row * g.pitch + (g.vector_in ? piece * 8 : piece)) * 2;
-            for (int c = warp; c < kC; c += kThreads / 32) {
-                if (g.vector_in)
-                    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to + c * kChannelPitch * 2),
-                                 "l"(from + (inside ? static_cast<long long>(c) * plane : 0)), "r"(inside ? 16 : 0) : "memory");
-                else
-                    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + c * kChannelPitch * 2),
-                                 "h"(inside ? __half_as_ushort(from[static_cast<long long>(c) * plane]) : static_cast<unsigned short>(0)) : "memory");
-            }
-        }
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        __syncthreads();
-    }
-
-    // The A operand of a slice, from the image tile into registers: rows of the fragment are pixels, shifted by the tap.
-    unsigned a[2][4][4];
-    int unused;
     const int m0 = warp * 16;
-    const int slot = kNchw ? 0 : place_of(m0 + lane % 16, unused);
-    const unsigned upper = kNchw ? image + (place_of(m0 + lane / 4, unused) + 7) * 2 : 0;
-    const unsigned lower = kNchw ? image + (place_of(m0 + lane / 4 + 8, unused) + 7) * 2 : 0;
-    unsigned shift[kNchw ? 9 : 1][2];  // NCHW: K runs over (channel, tap), which repeats every 16 channels
-    if constexpr (kNchw) {
-        const auto offset_of = [&](int k) { return (k / 9 * kChannelPitch + k % 9 / 3 * g.pitch + k % 3) * 2; };
-#pragma unroll
-        for (int j = 0; j < 18; ++j) {
-            const int k = j * 8 + lane % 4 * 2;
-            shift[j / 2][j % 2] = offset_of(k) | offset_of(k + 1) << 16;
-        }
+    int row, slot, n, place, ready, last, unused;
+    long long offset[2];  // of the two rows of the accumulators that this lane holds
+    for (int i = 0; i < 2; ++i) {
+        const bool valid = tile.pixel_of(g, m0 + lane / 4 + i * 8, row, slot, n, place);
+        offset[i] = valid ? static_cast<long long>(n * g.plane + place) * kF : -1;
     }
-    const auto load_a = [&](unsigned (&to)[4][4], int step, int chunk) {
-        if constexpr (kNchw) {
+    tile.pixel_of(g, group * 64, ready, unused, n, place);
+    tile.pixel_of(g, group * 64 + 63, last, unused, n, place);
+    tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
+
+    unsigned a[2][4][4];  // the A operand of two taps: 16 pixels by 64 channels for a warp
+    const auto load_a = [&](unsigned (&to)[4][4], int tap) {
+        for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
+        const unsigned address = chunk_address(image, slot + tap / 3 * g.pitch + tap % 3, lane);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int part = step * 4 + j, phase = part % 9;
-                const unsigned block = part / 9 * 16 * kChannelPitch * 2;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    unsigned first, second;
-                    unpack(shift[phase][i], first, second);
-                    to[j][i * 2] = __byte_perm(load_half(upper + first + block), load_half(upper + second + block), 0x5410);
-                    to[j][i * 2 + 1] = __byte_perm(load_half(lower + first + block), load_half(lower + second + block), 0x5410);
-                }
-            }
-        } else {
-            const int r = chunk / 3, index = slot + r * g.pitch + chunk - r * 3;
-            const unsigned address = image + index * 128 + ((lane / 16 ^ (index & 7)) << 4);
-#pragma unroll
-            for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
-        }
+        for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
     };
     float d[64];
-    if (!kNchw) barrier_wait(image_bar);
-    load_a(a[0], 0, start);
+    load_a(a[0], 0);
+    if (threadIdx.x == 256)  // the other taps when the last rows are there, which they would delay
+        for (int i = kEarlyTaps; i < 9; ++i) request_tap(i);
+    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kChunks; ++i) {
-        const int chunk = start + i < kChunks ? start + i : start + i - kChunks;
-        const int next = chunk + 1 < kChunks ? chunk + 1 : 0;
-        barrier_wait(bars + chunk * 8);
-        const unsigned b = weights + chunk * kChunkBytes;
-        const unsigned long long descriptor = (b >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+    for (int tap = 0; tap < 9; ++tap) {
+        barrier_wait(tap_bars + tap * 8);
+        // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
+        const unsigned long long b = (weights + tap * kTapBytes) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+        wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < 4; ++j) wgmma(d, a[i % 2][j], descriptor + 2 * j, i + j > 0);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        if (i + 1 < kChunks) {
-            asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-            load_a(a[(i + 1) % 2], i + 1, next);
+        for (int j = 0; j < 4; ++j) wgmma(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
+        wgmma_commit();
+        if (tap < 8) {
+            wgmma_wait<1>();
+            load_a(a[(tap + 1) % 2], tap + 1);
         }
     }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma_wait<0>();
 
-    if constexpr (kNchw) {  // [filter][pixel] through the image tile's memory
-        __syncthreads();
-        const unsigned to = image + ((lane / 16 * 8 + lane % 8) * kStagePitch + m0 + lane / 8 % 2 * 8) * 2;
+    // The filters lie in shared memory in such an order that a lane holds 8 neighbours: 16 bytes of the output.
 #pragma unroll
-        for (int j = 0; j < 64; j += 8)
-            stmatrix<true>(to + j * 2 * kStagePitch * 2, pack(d[j], d[j + 1]), pack(d[j + 2], d[j + 3]),
-                           pack(d[j + 4], d[j + 5]), pack(d[j + 6], d[j + 7]));
-        __syncthreads();
-        const __half *stage = reinterpret_cast<const __half *>(smem + kImageAt);
-        if (g.vector_out) {
+    for (int j = 0; j < 64; j += 16)
 #pragma unroll
-            for (int e = thread; e < kF * kTile / 8; e += kThreads) {
-                const int f = e / (kTile / 8), m = e % (kTile / 8) * 8, offset = table[m];
-                if (offset >= 0)
-                    *reinterpret_cast<uint4 *>(g.y + offset + f * plane) = *reinterpret_cast<const uint4 *>(stage + f * kStagePitch + m);
-            }
-        } else {
-            for (int e = thread; e < kF * kTile; e += kThreads) {
-                const int f = e / kTile, m = e % kTile, offset = table[m];
-                if (offset >= 0) g.y[offset + f * plane] = stage[f * kStagePitch + m];
-            }
+        for (int i = 0; i < 4; i += 2)
+            if (offset[i / 2] >= 0)
+                *reinterpret_cast<uint4 *>(g.y + offset[i / 2] + j * 2 + lane % 4 * 8) =
+                    make_uint4(pack(d[j + i], d[j + i + 1]), pack(d[j + i + 4], d[j + i + 5]),
+                               pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
+}
+
+// NCHW: the block converts its tile of x and the weights to channels-last in shared memory. Three warpgroups compute; the
+// fourth regroups the weights [filter][channel][tap] into [tap][filter][channel], 16 channels at a time.
+__global__ void __launch_bounds__(512, 1)
+conv_nchw(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
+    extern __shared__ unsigned char raw[];
+    unsigned char *const smem = raw + (-shared_address(raw) & 1023), *const pixels = smem + kNchwImageAt;
+    const unsigned base = shared_address(smem), image = base + kNchwImageAt;
+    const unsigned raw_bars = base + kBarriersAt, ready_bars = raw_bars + 32, free_bar = ready_bars + 32;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = warp / 4;
+    const auto quarter_at = [](int quarter) { return quarter < 3 ? quarter * kQuarterBytes : kRawAt; };
+    const auto request_quarter = [&](int quarter) {
+        barrier_expect(raw_bars + quarter * 8, kQuarterBytes);
+        load_quarter(base + quarter_at(quarter), &w_map, raw_bars + quarter * 8, quarter * (kDepth / 4));
+    };
+    if (thread == 384) {
+        for (int i = 0; i < 4; ++i) barrier_init(raw_bars + i * 8, 1), barrier_init(ready_bars + i * 8, 128);
+        barrier_init(free_bar, 12);
+        fence_barrier_init();
+        request_quarter(0), request_quarter(1);
+    }
+    const Tile tile(g);
+    const auto inside = [&](int row, int w, int &n, int &h) {
+        tile.row_of(g, row, n, h);
+        return n < g.n && h >= 0 && h < g.h && w >= 0 && w < g.w;
+    };
+    // Row by row as [channel][64 pixels] of 128 bytes, swizzled: 8 pixels v of channel c are at v ^ c % 8. Rows of zeros
+    // take no place; there is one before row i for each multiple of h + 1.
+    const int vectors = g.w / 8, zeros = g.by_rows(tile.first_row + g.h);
+    const auto row_at = [&](int i) { return kRawAt + (i - (g.by_rows(tile.first_row + i + g.h) - zeros)) * 8192; };
+    int n, h;
+    if (g.vector) {
+        for (int e = thread; e < tile.rows * kC * vectors; e += 512) {
+            const int line = g.by_vectors(e), v = e - line * vectors, c = line % kC, row = line / kC;
+            if (inside(row, 0, n, h))
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(base + row_at(row) + c * 128 + ((v ^ c % 8) << 4)),
+                             "l"(g.x + static_cast<long long>(n * kC + c) * g.plane + h * g.w + v * 8) : "memory");
         }
-    } else if (CONV_EPILOGUE == 0) {
-        __syncthreads();
-        const int row = m0 + lane % 16;
+        for (int e = thread; e < tile.rows * 16; e += 512)  // the padding left and right of each row
+            *reinterpret_cast<uint4 *>(pixels + (e / 16 * g.pitch + (e & 8 ? g.w + 1 : 0)) * 128 + e % 8 * 16) = make_uint4(0, 0, 0, 0);
+    } else {
+        for (int e = thread; e < tile.rows * g.box_w * kC; e += 512) {
+            const int c = e / (tile.rows * g.box_w), rest = e % (tile.rows * g.box_w), row = rest / g.box_w;
+            const int slot = row * g.pitch + rest % g.box_w, w = tile.column + rest % g.box_w;
+            *reinterpret_cast<__half *>(pixels + slot * 128 + ((c / 8 ^ (slot & 7)) << 4) + c % 8 * 2) =
+                inside(row, w, n, h) ? g.x[static_cast<long long>(n * kC + c) * g.plane + h * g.w + w] : __half(0.0f);
+        }
+    }
+    const auto regroup = [&](int quarter) {  // in place: 8 channels of 2 filters; a warp holds whole groups of 8 filters
+        barrier_wait(raw_bars + quarter * 8);
+        unsigned char *const at = smem + quarter_at(quarter);
+        const int f = thread % 128 / 2, octet = thread % 2;
+        unsigned in[2][36];
 #pragma unroll
-        for (int j = 0; j < 64; j += 8)
-            stmatrix<false>(image + row * 256 + ((j / 4 + lane / 16) ^ (row & 7)) * 16, pack(d[j], d[j + 1]),
-                            pack(d[j + 2], d[j + 3]), pack(d[j + 4], d[j + 5]), pack(d[j + 6], d[j + 7]));
+        for (int i = 0; i < 18; ++i) {
+            const uint4 v = reinterpret_cast<const uint4 *>(at + (f + i / 9 * 64) * (kQuarterBytes / kF) + octet * 144)[i % 9];
+            unsigned *const to = &in[i / 9][i % 9 * 4];
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+        }
         __syncwarp();
 #pragma unroll
+        for (int i = 0; i < 18; ++i) {
+            const int tap = i % 9;
+            const auto pair = [&](int c) {
+                return __byte_perm(in[i / 9][(c * 9 + tap) / 2], in[i / 9][(c * 9 + 9 + tap) / 2], (c * 9 + tap) % 2 ? 0x5432 : 0x7610);
+            };
+            *reinterpret_cast<uint4 *>(at + (f / 8 + i / 9 * 8) * kGroupBytes + tap * 256 + octet * 128 + f % 8 * 16) =
+                make_uint4(pair(0), pair(2), pair(4), pair(6));
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        barrier_arrive(ready_bars + quarter * 8);
+    };
+    __syncthreads();  // the barriers
+    if (group == 3) {
+        regroup(0);
+        if (thread == 384) request_quarter(2);
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    for (int e = thread; g.vector && e < tile.rows * vectors * 8; e += 512) {  // 8 channels by 8 pixels
+        const int row = g.by_vectors(e / 8), v = e / 8 - row * vectors, octet = e % 8;
+        const bool zero = !inside(row, 0, n, h);
+        const unsigned char *const from = smem + row_at(row) + octet * 1024;
+        uint4 in[8];  // of channel i ^ octet, so that the lanes read from different banks
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            in[i] = zero ? make_uint4(0, 0, 0, 0) : *reinterpret_cast<const uint4 *>(from + (i ^ octet) * 128 + ((v ^ i ^ octet) << 4));
+        const unsigned low = octet & 1 ? 0x1054 : 0x5410, high = octet & 1 ? 0x3276 : 0x7632;
+#pragma unroll
         for (int i = 0; i < 8; ++i) {
-            const int m = m0 + i * 2 + lane / 16, part = lane % 16;
-            const uint4 v = *reinterpret_cast<const uint4 *>(smem + kImageAt + m * 256 + (part ^ (m & 7)) * 16);
-            if (table[m] >= 0) *reinterpret_cast<uint4 *>(g.y + static_cast<long long>(table[m]) * kF + part * 8) = v;
+            const int slot = row * g.pitch + 1 + v * 8 + i;
+            const auto word = [&](int c) { return i / 2 == 0 ? in[c].x : i / 2 == 1 ? in[c].y : i / 2 == 2 ? in[c].z : in[c].w; };
+            unsigned p[4];  // pair j ^ octet / 2
+#pragma unroll
+            for (int j = 0; j < 4; ++j) p[j] = __byte_perm(word(j * 2), word(j * 2 + 1), i % 2 ? high : low);
+            const bool swap = octet & 2, cross = octet & 4;
+            const unsigned a = swap ? p[1] : p[0], b = swap ? p[0] : p[1], c = swap ? p[3] : p[2], d = swap ? p[2] : p[3];
+            *reinterpret_cast<uint4 *>(pixels + slot * 128 + ((octet ^ (slot & 7)) << 4)) = cross ? make_uint4(c, d, a, b) : make_uint4(a, b, c, d);
         }
+    }
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the last quarter overwrites what was read here
+    __syncthreads();
+    if (group == 3) {
+        if (thread == 384) request_quarter(3);
+        for (int quarter = 1; quarter < 4; ++quarter) regroup(quarter);
+        return;
+    }
+
+    const int m0 = warp * 16;
+    int row, slot, place;
+    tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
+    unsigned a[2][3][4];  // the A operand of two rows of taps: 16 pixels by 16 channels for each tap
+    const auto load_a = [&](unsigned (&to)[3][4], int step) {
+#pragma unroll
+        for (int j = 0; j < 3; ++j) ldmatrix(to[j], chunk_address(image, slot + step % 3 * g.pitch + j, lane) ^ step / 3 << 5);
+    };
+    float d[64];
+    load_a(a[0], 0);
+#pragma unroll
+    for (int step = 0; step < 12; ++step) {  // quarter of the channels, row of taps
+        if (step % 3 == 0) barrier_wait(ready_bars + step / 3 * 8);
+        // K-major, no swizzle: blocks of 8 filters by 8 channels lie 128 bytes apart in K and kGroupBytes apart in N
+        const unsigned long long b = (base + quarter_at(step / 3) + step % 3 * 3 * 256) >> 4 | 8ull << 16 |
+                                     static_cast<unsigned long long>(kGroupBytes >> 4) << 32;
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < 3; ++j) wgmma(d, a[step % 2][j], b + 16 * j, step + j > 0);
+        wgmma_commit();
+        if (step < 11) {
+            wgmma_wait<1>();
+            if (step == 6 && lane == 0) barrier_arrive(free_bar);  // this warp needs the first two quarters no more
+            load_a(a[(step + 1) % 2], step + 1);
+        }
+    }
+    wgmma_wait<0>();
+
+    // [filter][64 pixels] for each warpgroup, where the first half of the weights was
+    barrier_wait(free_bar);
+    unsigned char *const stage = smem + group * kF * kStagePitch;
+    const unsigned to = shared_address(stage) + (lane / 16 * 8 + lane % 8) * kStagePitch + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
+#pragma unroll
+    for (int j = 0; j < 64; j += 8)
+        stmatrix(to + j * 2 * kStagePitch, pack(d[j], d[j + 1]), pack(d[j + 2], d[j + 3]), pack(d[j + 4], d[j + 5]), pack(d[j + 6], d[j + 7]));
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+    const int t = thread % 128, width = g.vector ? 8 : 1, columns = 64 / width, m = t % columns * width;
+    const bool valid = tile.pixel_of(g, group * 64 + m, row, slot, n, place);
+    __half *const y = g.y + static_cast<long long>(n) * kF * g.plane + place;
+    if (!valid) return;
+    if (g.vector) {
+#pragma unroll
+        for (int f = t / 8; f < kF; f += 16)
+            *reinterpret_cast<uint4 *>(y + f * g.plane) = *reinterpret_cast<const uint4 *>(stage + f * kStagePitch + m * 2);
     } else {
-        // A quad of lanes holds 8 filters of a row; four groups of 8 are transposed so that a lane holds 16 bytes of one.
-        __syncthreads();  // the table
-        const int t = lane % 4;
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            const int offset = table[m0 + lane / 4 + side * 8];
-            __half *const y = g.y + static_cast<long long>(offset) * kF;
-#pragma unroll
-            for (int j = 0; j < 64; j += 16) {
-                unsigned v[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) v[i] = pack(d[j + i * 4 + side * 2], d[j + i * 4 + side * 2 + 1]);
-#pragma unroll
-                for (int bit = 1; bit < 4; bit *= 2)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        if (!(i & bit)) {
-                            const unsigned give = t & bit ? v[i] : v[i | bit];
-                            const unsigned got = __shfl_xor_sync(0xffffffffu, give, bit);
-                            if (t & bit) v[i] = got; else v[i | bit] = got;
-                        }
-                if (offset >= 0) *reinterpret_cast<uint4 *>(y + j * 2 + t * 8) = make_uint4(v[0], v[1], v[2], v[3]);
-            }
-        }
+        for (int f = t / 64; f < kF; f += 2)
+            y[f * g.plane] = *reinterpret_cast<const __half *>(stage + f * kStagePitch + m * 2);
     }
 }
 
-// Tensor maps, kept as long as pointer and shape stay the same: they describe memory, not its contents.
-using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                            const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                            CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using Encode = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *, const cuuint64_t *, const cuuint32_t *,
+                            const cuuint32_t *, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-bool encode(CUtensorMap *map, const void *data, int dims, const cuuint64_t *shape, const cuuint32_t *box) {
+// A tensor map of halves; strides in elements, of every dimension but the first.
+bool encode(CUtensorMap *map, const void *data, int dims, const cuuint64_t *shape, const int64_t *strides, const cuuint32_t *box,
+            CUtensorMapSwizzle swizzle) {
     static const Encode function = [] {
         void *entry = nullptr;
         cudaDriverEntryPointQueryResult found;
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
         return reinterpret_cast<Encode>(entry);
     }();
-    if (!function) return false;
-    cuuint64_t stride[4] = {shape[0] * 2};
-    for (int i = 1; i < dims; ++i) stride[i] = stride[i - 1] * shape[i];
-    const cuuint32_t step[4] = {1, 1, 1, 1};
-    return function(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, dims, const_cast<void *>(data), shape, stride, box, step,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    cuuint64_t bytes[4];
+    for (int i = 0; i + 1 < dims; ++i) bytes[i] = strides[i] * 2;
+    const cuuint32_t step[5] = {1, 1, 1, 1, 1};
+    return function && function(map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, dims, const_cast<void *>(data), shape, bytes, box, step,
+                                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
-
-struct Maps {
-    const void *x = nullptr, *w = nullptr;
-    int64_t shape[3] = {};
-    unsigned box_w = 0;
-    CUtensorMap x_map, w_map;
-};
 
 bool has_strides(const klineage_tensor &t, bool channels_last) {
     int64_t expected = 1;
@@ -410,59 +465,55 @@ extern "C" int run(const klineage_call *call) {
 
     Geometry g = {};
     g.x = static_cast<const __half *>(x.data), g.y = static_cast<__half *>(y.data);
-    g.n = n, g.h = h, g.w = width;
-    const int plane = g.h * g.w;
-    const int rows = (g.w + kTile - 2) / g.w + 1 + 2 + (plane + kTile - 2) / plane;
-    const int pitch = divide_up(nhwc ? g.w + 2 : g.w + 9, 8) * 8;
+    g.n = n, g.h = h, g.w = width, g.plane = h * width, g.total = n * h * width;
+    const int rows = (g.w + kTile - 2) / g.w + 3 + (g.plane + kTile - 2) / g.plane;  // at most, when tiles are flat
+    const int pitch = nhwc ? divide_up(g.w + 2, 8) * 8 : g.w + 2;
     int tiles;
-    if (g.w <= 254 && static_cast<int64_t>(rows) * pitch <= (nhwc ? kSlots : kChannelPitch)) {
+    if (g.w <= 254 && rows <= kMaxRows && rows * pitch <= (nhwc ? kSlots : kNchwSlots)) {
         g.pitch = pitch, g.box_w = g.w + 2;
-        tiles = divide_up(g.n * plane, kTile);
-        g.vector_in = g.w % 8 == 0, g.vector_out = plane % 8 == 0;
+        g.vector = g.w % 8 == 0 && g.w <= 64 && rows <= 8;
+        tiles = divide_up(g.total, kTile);
     } else {
-        g.tile_h = 12, g.tile_w = 16, g.tiles_h = divide_up(g.h, 12), g.tiles_w = divide_up(g.w, 16);
-        g.pitch = nhwc ? 24 : 32, g.box_w = 18;
-        tiles = g.n * g.tiles_h * g.tiles_w;
+        g.tile_h = 12, g.tile_w = 16, g.tiles_w = divide_up(g.w, 16), g.tiles = g.tiles_w * divide_up(g.h, 12);
+        g.pitch = 24, g.box_w = 18;
+        tiles = g.n * g.tiles;
+        g.by_tile_w = Divider(g.tile_w), g.by_tiles_w = Divider(g.tiles_w), g.by_tiles = Divider(g.tiles);
     }
-    static thread_local Maps cache[8];
-    static thread_local unsigned turn = 0;
-    Maps *maps = nullptr;
-    for (Maps &entry : cache)
-        if (entry.x == x.data && entry.w == w.data && entry.shape[0] == n && entry.shape[1] == h &&
-            entry.shape[2] == (nhwc ? width : -width)) maps = &entry;
-    if (!maps) {
-        maps = &cache[turn++ % 8];
-        maps->x = nullptr;
-        const cuuint64_t w_shape[2] = {kDepth, kF};
-        const cuuint32_t w_box[2] = {64, kF / 2};
+    g.by_plane = Divider(g.plane), g.by_w = Divider(g.w), g.by_rows = Divider(g.h + 1), g.by_vectors = Divider(g.w < 8 ? 1 : g.w / 8);
+    CUtensorMap x_map, w_map;
+    bool made;
+    if (nhwc) {
         const cuuint64_t x_shape[4] = {kC, static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(h), static_cast<cuuint64_t>(n)};
+        const int64_t x_strides[3] = {kC, kC * width, kC * width * h};
         const cuuint32_t x_box[4] = {kC, static_cast<cuuint32_t>(g.box_w), 1, 1};
-        KLINEAGE_REQUIRE(call, encode(&maps->w_map, w.data, 2, w_shape, w_box) &&
-                         (!nhwc || encode(&maps->x_map, x.data, 4, x_shape, x_box)), "conv2d: no tensor map");
-        maps->x = x.data, maps->w = w.data;
-        maps->shape[0] = n, maps->shape[1] = h, maps->shape[2] = nhwc ? width : -width;
+        // Filters 32 g + 8 t + 2 j + b, to rows 32 g + 8 j + 2 t + b: lane t of a quad then has 8 neighbours in four blocks j
+        const cuuint64_t w_shape[5] = {kDepth, 2, 4, 4, 4};
+        const int64_t w_strides[4] = {kDepth, 8 * kDepth, 2 * kDepth, 32 * kDepth};
+        const cuuint32_t w_box[5] = {kC, 2, 4, 4, 4};
+        made = encode(&x_map, x.data, 4, x_shape, x_strides, x_box, CU_TENSOR_MAP_SWIZZLE_128B) &&
+               encode(&w_map, w.data, 5, w_shape, w_strides, w_box, CU_TENSOR_MAP_SWIZZLE_128B);
+    } else {
+        const cuuint64_t w_shape[2] = {kDepth, kF};
+        const int64_t w_strides[1] = {kDepth};
+        const cuuint32_t w_box[2] = {kDepth / 4, kF};
+        made = encode(&w_map, w.data, 2, w_shape, w_strides, w_box, CU_TENSOR_MAP_SWIZZLE_NONE);
     }
+    KLINEAGE_REQUIRE(call, made, "conv2d: no tensor map");
 
-    const auto kernel = nhwc ? conv_kernel<false> : conv_kernel<true>;
     static thread_local int prepared = -1;
     int device;
     cudaGetDevice(&device);
     if (device != prepared) {
-        cudaFuncSetAttribute(conv_kernel<false>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-        cudaFuncSetAttribute(conv_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        cudaFuncSetAttribute(conv_nhwc, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        cudaFuncSetAttribute(conv_nchw, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
         prepared = device;
     }
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(divide_up(tiles, CONV_CLUSTER) * CONV_CLUSTER);
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = static_cast<cudaStream_t>(call->stream);
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = CONV_CLUSTER, cluster.val.clusterDim.y = 1, cluster.val.clusterDim.z = 1;
-    config.attrs = &cluster;
-    config.numAttrs = CONV_CLUSTER > 1;
-    const cudaError_t status = cudaLaunchKernelEx(&config, kernel, maps->x_map, maps->w_map, g);
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    if (nhwc)
+        conv_nhwc<<<tiles, 384, kSharedBytes, stream>>>(x_map, w_map, g);
+    else
+        conv_nchw<<<tiles, 512, kSharedBytes, stream>>>(w_map, g);
+    const cudaError_t status = cudaGetLastError();
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }

@@ -43,7 +43,8 @@ constexpr int kLd = kKeys;       // row stride of the scores of a tile
 constexpr int kQueries = 64;     // query rows per task
 
 // 2^r on -1/2 .. 1/2: minimax polynomial 1 + C1 r + .. + C6 r^6
-constexpr float C1 = 0.693147203f, C2 = 0.240226479f, C3 = 0.0555033247f, C4 = 0.00961843737f, C5 = 0.00133988747f, C6 = 0.000153533603f;
+constexpr float C1 = 0.693147203f, C2 = 0.240226479f, C3 = 0.0555033247f;
+constexpr float C4 = 0.00961843737f, C5 = 0.00133988747f, C6 = 0.000153533603f;
 
 // The three inner loops, one set for each dispatch level.
 struct Kernel {
@@ -358,7 +359,8 @@ extern "C" int run(const klineage_call *call) {
         KLINEAGE_REQUIRE(call, is_contiguous(*t), "fmha: only layout bhsd (contiguous tensors)");
     const double scale = klineage_scalar_value(call, "scale", 1.0 / std::sqrt(static_cast<double>(D)));
     KLINEAGE_REQUIRE(call, scale >= 0, "fmha: scale must not be negative");
-    const Problem p = {heads, S, D, static_cast<float>(scale * 1.4426950408889634), klineage_scalar_value(call, "causal", 0) != 0,
+    const Problem p = {heads, S, D, static_cast<float>(scale * 1.4426950408889634),
+                       klineage_scalar_value(call, "causal", 0) != 0,
                        static_cast<const float *>(q.data), static_cast<const float *>(k.data),
                        static_cast<const float *>(v.data), static_cast<float *>(o.data)};
     const Kernel kernel = choose_kernel();

@@ -12,7 +12,8 @@ extern "C" int run(const klineage_call *call) {
     KLINEAGE_REQUIRE(call, (call->num_inputs == 5 || call->num_inputs == 6) && call->num_outputs == 2,
                      "gdn: expects inputs q, k, v, g, beta [, state0] and outputs o, state");
     for (int i = 0; i < call->num_inputs; ++i)
-        KLINEAGE_REQUIRE(call, call->inputs[i].dtype == KLINEAGE_FLOAT32 && call->inputs[i].num_dims == (i == 3 || i == 4 ? 2 : 3),
+        KLINEAGE_REQUIRE(call, call->inputs[i].dtype == KLINEAGE_FLOAT32 &&
+                         call->inputs[i].num_dims == (i == 3 || i == 4 ? 2 : 3),
                          "gdn: only fp32; g and beta are 2-d, all else 3-d");
     for (int i = 0; i < 2; ++i)
         KLINEAGE_REQUIRE(call, call->outputs[i].dtype == KLINEAGE_FLOAT32 && call->outputs[i].num_dims == 3,

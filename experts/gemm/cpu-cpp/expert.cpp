@@ -8,11 +8,12 @@
 //  2. SIMD micro-kernel: AVX-512 1.1 over AVX2 (6 x 16), 3.5 over what the compiler makes of 4 x 8 loops for SSE2
 //  3. threads: c blocks shared out over the cores, both operands packed together                         2.0 (two cores)
 //  4. pack b into panels of 32 columns: contiguous loads instead of one 4 KB row, one page, per step     1.2 to 1.3
-//  5. c block of 128 x 128 kept in L2 through the whole depth, instead of a pass over c for each 256     1.07 (two cores)
-//  6. pack a by transposing in registers: over packing it element by element                             1.04
+//  5. c block of 128 x 128 kept in L2 through the whole depth, instead of a pass over c for each 256     1.03 (with 6, on
+//     two cores, 1.07)
+//  6. pack a by transposing in registers: over packing it element by element                             1.00 to 1.04
 //  7. prefetch of the c tile before its products                                                         1.02
 // Two costs are paid on purpose: sums of at most 256 products in one accumulator (4 per cent; they halve the rounding error of
-// long sums), and the packing of a at all (3 per cent at this shape; it makes tails and any row stride the same case).
+// long sums), and the packing of a at all (3 to 5 per cent at this shape; it makes tails and any row stride the same case).
 //
 // Preconditions: contiguous row-major operands. Tails are zeros in the panels and masks (AVX-512) or a copy (else) in c.
 #include "klineage.h"

@@ -12,6 +12,9 @@
 #ifndef TOPK_RANK_MAX
 #define TOPK_RANK_MAX 512
 #endif
+#ifndef TOPK_RANK_LANES
+#define TOPK_RANK_LANES 4
+#endif
 #ifndef TOPK_PDL
 #define TOPK_PDL 0
 #endif
@@ -50,55 +53,47 @@ struct Threshold {
 struct Shared {
     int histogram[kBins];
     int warp_sum[32];
-    unsigned cursors;  // winners in the low half, candidates in the high half
-    unsigned candidate_key[kRankMax];  // the undecided bits of the code, then the place in this list: all different
-    int candidate_index[kRankMax];
+    Threshold threshold;
+    int warp_found[32];                                // winners in the low half, candidates in the high half
+    alignas(16) unsigned candidate_key[kRankMax + 4];  // the undecided bits of the code, then the place in this list
+    uint2 found[1024 + kRankMax];                      // code and column of the winners, then of the candidates
 };
 
-// Every warp finds the bin in which the running count reaches `need`; the caller has synchronized after counting.
+// The bin in which the running count reaches `need`; the caller has synchronized after counting. Every warp sums its
+// slice of the bins; the one warp whose slice holds the threshold searches it.
 template <int kThreads>
 __device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int warp, int lane) {
-    constexpr int kWarps = kThreads / 32;
-    constexpr int kBinsPerWarp = kBins / kWarps, kBinsPerLane = kBinsPerWarp / 32;
-    static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the lanes");
-    const int *mine = s.histogram + warp * kBinsPerWarp + lane * kBinsPerLane;
-    int sum = 0;
+    constexpr int kWarps = kThreads / 32, kBinsPerLane = kBins / kThreads;
+    static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the threads");
+    int bins[kBinsPerLane], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kBinsPerLane; ++i) sum += mine[i];
-    sum = __reduce_add_sync(kFull, sum);
-    if (lane == 0) s.warp_sum[warp] = sum;
+    for (int i = 0; i < kBinsPerLane; ++i)
+        sum += (bins[i] = s.histogram[(warp * 32 + lane) * kBinsPerLane + i]);
+    const int slice = __reduce_add_sync(kFull, sum);
+    if (lane == 0) s.warp_sum[warp] = slice;
     __syncthreads();
-
-    const int total = lane < kWarps ? s.warp_sum[lane] : 0;
-    const int running = warp_inclusive_scan(total, lane);
-    const int slice = __ffs(__ballot_sync(kFull, running >= need)) - 1;
-    const int before_slice = __shfl_sync(kFull, running - total, slice);
-
-    int bins[kBinsPerLane];
-    const int *theirs = s.histogram + slice * kBinsPerWarp + lane * kBinsPerLane;
-    int lane_total = 0;
+    const int before_slice = __reduce_add_sync(kFull, lane < warp && lane < kWarps ? s.warp_sum[lane] : 0);
+    if (before_slice < need && need <= before_slice + slice) {
+        const int running = before_slice + warp_inclusive_scan(sum, lane);
+        if (running - sum < need && need <= running) {
+            Threshold t{(warp * 32 + lane) * kBinsPerLane, running - sum, bins[0]};
 #pragma unroll
-    for (int i = 0; i < kBinsPerLane; ++i) lane_total += (bins[i] = theirs[i]);
-    const int lane_running = before_slice + warp_inclusive_scan(lane_total, lane);
-    const int owner = __ffs(__ballot_sync(kFull, lane_running >= need)) - 1;
-
-    Threshold t{slice * kBinsPerWarp + lane * kBinsPerLane, lane_running - lane_total, bins[0]};
-#pragma unroll
-    for (int i = 1; i < kBinsPerLane; ++i)
-        if (t.below + t.count < need) {
-            t.below += t.count;
-            t.count = bins[i];
-            ++t.bin;
+            for (int i = 1; i < kBinsPerLane; ++i)
+                if (t.below + t.count < need) {
+                    t.below += t.count;
+                    t.count = bins[i];
+                    ++t.bin;
+                }
+            s.threshold = t;
         }
-    t.bin = __shfl_sync(kFull, t.bin, owner);
-    t.below = __shfl_sync(kFull, t.below, owner);
-    t.count = __shfl_sync(kFull, t.count, owner);
-    return t;
+    }
+    __syncthreads();
+    return s.threshold;
 }
 
 // One block per row. kKeys keys per thread stay in registers; kVector: they come as float4.
 template <int kThreads, int kKeys, bool kVector>
-__global__ void __launch_bounds__(kThreads) topk_kernel(const float *__restrict__ x, float *__restrict__ values,
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restrict__ x, float *__restrict__ values,
                                                         long long *__restrict__ indices, int columns, int k,
                                                         long long x_stride, long long values_stride,
                                                         long long indices_stride) {
@@ -137,30 +132,30 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const float *__restrict_
             code[i] = encode(v);
         }
     }
-    if (thread == 0) s.cursors = 0;
 
     unsigned prefix = 0;  // the digits of the k-th code found so far
     int shift = 32, need = k;
     Threshold t{};
-    while (true) {
-        const unsigned above = shift < 32 ? kFull << shift : 0;  // bits already fixed
-        const int digit_shift = shift > kBits ? shift - kBits : 0;
-        const unsigned digit_mask = (1u << (shift - digit_shift)) - 1;
+    const auto next_digit = [&](bool first) {
+        const unsigned above = first ? 0 : kFull << shift;  // bits already fixed
+        const int digit_shift = first ? 32 - kBits : max(shift - kBits, 0);
+        const unsigned digit_mask = first ? kBins - 1 : (1u << (shift - digit_shift)) - 1;
 #pragma unroll
         for (int i = 0; i < kBins / kThreads; ++i) s.histogram[i * kThreads + thread] = 0;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kKeys; ++i)
-            if ((valid >> i & 1) && (code[i] & above) == prefix)
-                atomicAdd(&s.histogram[(code[i] >> digit_shift) & digit_mask], 1);
+            if ((valid >> (kVector ? i / 4 * 4 : i) & 1) && (first || (code[i] & above) == prefix))
+                atomicAdd(&s.histogram[code[i] >> digit_shift & digit_mask], 1);
         __syncthreads();
         t = find_threshold<kThreads>(s, need, warp, lane);
         need -= t.below;
         shift = digit_shift;
         prefix |= static_cast<unsigned>(t.bin) << shift;
-        if (t.count == need || t.count <= kRankMax || shift == 0) break;
-        __syncthreads();  // the histogram is read above and cleared next
-    }
+        return t.count == need || t.count <= kRankMax || shift == 0;
+    };
+    if (!next_digit(true))
+        while (!next_digit(false)) {}
 
     // Codes below the prefix win; those that share it are candidates for the last `need` places.
     const unsigned last = prefix | ((1u << shift) - 1);
@@ -173,52 +168,49 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const float *__restrict_
     }
     my_wins = valid & (take_all ? my_ties : my_wins);
     my_ties &= valid & ~my_wins;
-    const unsigned found = __reduce_add_sync(kFull, __popc(my_wins) + (__popc(my_ties) << 16));
-    unsigned base = 0;
-    if (lane == 0 && found) base = atomicAdd(&s.cursors, found);
-    base = __shfl_sync(kFull, base, 0);
-    int win_at = base & 0xffff, tie_at = base >> 16;
+    const int found = __popc(my_wins) + (__popc(my_ties) << 16);  // winners in the low half, candidates in the high half
+    const int running = warp_inclusive_scan(found, lane);
+    if (lane == 31) s.warp_found[warp] = running;
+    __syncthreads();
+    const int base = __reduce_add_sync(kFull, lane < warp ? s.warp_found[lane] : 0) + running - found;
     const int winners = k - need;  // places for codes below the prefix
-    const unsigned lower_lanes = (1u << lane) - 1;
+    int win_at = base & 0xffff, tie_at = winners + (base >> 16);
+    const int capacity = rank ? 1024 + kRankMax : k;  // if not all candidates are needed, then they are all equal
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
         const bool win = my_wins >> i & 1, tie = my_ties >> i & 1;
-        const unsigned all_wins = __ballot_sync(kFull, win), all_ties = __ballot_sync(kFull, tie);
-        if (win) {
-            const int at = win_at + __popc(all_wins & lower_lanes);
-            values[at] = decode(code[i]);
-            indices[at] = column_of(i);
-        } else if (tie) {
-            const int at = tie_at + __popc(all_ties & lower_lanes);
-            if (rank) {
-                s.candidate_key[at] = code[i] << (32 - shift) | at;
-                s.candidate_index[at] = column_of(i);
-            } else if (at < need) {  // all equal: any of them will do
-                values[winners + at] = decode(code[i]);
-                indices[winners + at] = column_of(i);
-            }
-        }
-        win_at += __popc(all_wins);
-        tie_at += __popc(all_ties);
+        const int at = win ? win_at : tie_at;
+        if ((win || tie) && at < capacity) s.found[at] = make_uint2(code[i], column_of(i));
+        if (tie && rank) s.candidate_key[at - winners] = code[i] << (32 - shift) | (at - winners);
+        win_at += win;
+        tie_at += tie;
+    }
+    if (rank && thread < 4) s.candidate_key[t.count + thread] = ~0u;  // pads the last vector
+    __syncthreads();
+#pragma unroll 1
+    for (int at = thread; at < (rank ? winners : k); at += kThreads) {
+        const uint2 found = s.found[at];
+        values[at] = decode(found.x);
+        indices[at] = found.y;
     }
     if (!rank) return;
-    __syncthreads();
 
-    // A warp per candidate: its rank is the number of smaller keys, and its place in the output.
-    constexpr int kHeld = 4;
-    unsigned held[kHeld];
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) held[i] = i * 32 + lane < t.count ? s.candidate_key[i * 32 + lane] : ~0u;
-    for (int c = warp; c < t.count; c += kThreads / 32) {
-        const unsigned key = s.candidate_key[c];
+    // kLanes lanes per candidate: its rank is the number of smaller keys, and its place in the output.
+    constexpr int kLanes = TOPK_RANK_LANES;
+    for (int c = thread / kLanes; c < (t.count + 31) / 32 * 32; c += kThreads / kLanes) {
+        const unsigned key = s.candidate_key[min(c, t.count)];
         int before = 0;
+#pragma unroll 1
+        for (int j = thread % kLanes * 4; j < t.count; j += kLanes * 4) {
+            const uint4 other = *reinterpret_cast<const uint4 *>(s.candidate_key + j);
+            before += (other.x < key) + (other.y < key) + (other.z < key) + (other.w < key);
+        }
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) before += held[i] < key;
-        for (int j = kHeld * 32 + lane; j < t.count; j += 32) before += s.candidate_key[j] < key;
-        before = __reduce_add_sync(kFull, before);
-        if (lane == 0 && before < need) {
-            values[winners + before] = decode(prefix | key >> (32 - shift));
-            indices[winners + before] = s.candidate_index[c];
+        for (int step = 1; step < kLanes; step *= 2) before += __shfl_xor_sync(kFull, before, step);
+        if (thread % kLanes == 0 && c < t.count && before < need) {
+            const uint2 found = s.found[winners + c];
+            values[winners + before] = decode(found.x);
+            indices[winners + before] = found.y;
         }
     }
 }

@@ -103,3 +103,14 @@ def test_a_file_without_variants_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD.partition("[variants")[0] + "[variants]\n")
     with pytest.raises(UsageError, match="no \\[variants"):
         read_expert(path)
+
+
+def test_the_shipped_cpu_kernels_are_complete(pytestconfig: pytest.Config) -> None:
+    experts = find_experts(pytestconfig.rootpath / "experts", "cpu")
+    assert [found.operator for found in experts] == ["conv2d", "fmha", "gdn", "gemm", "topk"]
+    for found in experts:
+        assert set(found.variants) >= {"expert", "naive"}
+        assert found.variants["expert"].techniques
+        assert found.provenance
+        for name in found.variants:
+            assert found.source(name).files[0].text

@@ -58,8 +58,9 @@ def test_the_widest_table_of_the_main_tier_fits_without_cuts(make_verdict: MakeV
 def test_no_line_is_wider_than_the_table_may_be(name: str, label: str, speedup: float) -> None:
     from pytest_klineage.records import Interval, KernelCase, Reason, Timing
 
+    interval = Interval(speedup, speedup / 2, speedup * 2)
     timing = Timing(
-        policy="paired", reference_ms=1e3, candidate_ms=1e3 / speedup, speedup=Interval(speedup, speedup / 2, speedup * 2),
+        policy="paired", reference_ms=1e3, candidate_ms=1e3 / speedup, speedup=interval,
         reference_samples_ms=(), candidate_samples_ms=(), warmup=0, flush_bytes=0, statistic="",
     )  # fmt: skip
     verdict = Verdict(
@@ -123,7 +124,9 @@ def test_times_are_short(value: float, text: str) -> None:
     assert milliseconds(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.01234, "0.012"), (0.5, "0.50"), (3.4219, "3.42"), (234.5, "234")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(1e-4, "1e-04"), (0.012, "0.012"), (0.5, "0.50"), (3.4219, "3.42"), (234.5, "234")]
+)
 def test_ratios_are_short(value: float, text: str) -> None:
     assert ratio(value) == text
 

@@ -1,7 +1,7 @@
 // Stage 00, naive: one thread per output element runs the loops over channels and taps, straight from global memory.
 //
-// Neighbouring threads own neighbouring elements of y in memory order, so stores coalesce in both layouts; every input element is
-// read 9 * 128 times through the caches.
+// Neighbouring threads own neighbouring elements of y in memory order, so stores coalesce in both layouts; every input
+// element is read 9 * 128 times through the caches.
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -12,29 +12,49 @@ namespace {
 constexpr int kC = 64, kF = 128, kThreads = 256;
 
 struct Strides {
-    long long n, c, h, w;
+    int n, c, h, w;
+};
+struct Problem {
+    const __half *x, *w;
+    __half *y;
+    int height, width, plane, pixels;  // pixels of all images
+    Strides xs, ws, ys;
+    bool channels_last;
 };
 
-__global__ void __launch_bounds__(kThreads) conv_kernel(const __half *x, const __half *w, __half *y, int n_size, int height,
-                                                        int width, Strides xs, Strides ws, Strides ys, bool channels_last) {
-    const int index = blockIdx.x * kThreads + threadIdx.x, plane = height * width;
-    if (index >= n_size * kF * plane) return;
-    const int n = index / (kF * plane), rest = index % (kF * plane);
-    const int f = channels_last ? rest % kF : rest / plane, pixel = channels_last ? rest / kF : rest % plane;
-    const int p = pixel / width, q = pixel % width;
+__global__ void __launch_bounds__(kThreads) conv_kernel(const Problem g) {
+    const int index = blockIdx.x * kThreads + threadIdx.x;
+    if (index >= g.pixels * kF) return;
+    const int n = index / (kF * g.plane), rest = index % (kF * g.plane);
+    const int f = g.channels_last ? rest % kF : rest / g.plane, pixel = g.channels_last ? rest / kF : rest % g.plane;
+    const int p = pixel / g.width, q = pixel % g.width;
     float sum = 0;
     for (int r = 0; r < 3; ++r)
         for (int s = 0; s < 3; ++s) {
-            const int h = p + r - 1, v = q + s - 1;
-            if (h < 0 || h >= height || v < 0 || v >= width) continue;
+            const int h = p + r - 1, w = q + s - 1;
+            if (h < 0 || h >= g.height || w < 0 || w >= g.width) continue;
             for (int c = 0; c < kC; ++c)
-                sum += __half2float(x[n * xs.n + c * xs.c + h * xs.h + v * xs.w]) *
-                       __half2float(w[f * ws.n + c * ws.c + r * ws.h + s * ws.w]);
+                sum += __half2float(g.x[n * g.xs.n + c * g.xs.c + h * g.xs.h + w * g.xs.w]) *
+                       __half2float(g.w[f * g.ws.n + c * g.ws.c + r * g.ws.h + s * g.ws.w]);
         }
-    y[n * ys.n + f * ys.c + p * ys.h + q * ys.w] = __float2half_rn(sum);
+    g.y[n * g.ys.n + f * g.ys.c + p * g.ys.h + q * g.ys.w] = __float2half_rn(sum);
 }
 
-Strides strides_of(const klineage_tensor &t) { return {t.stride[0], t.stride[1], t.stride[2], t.stride[3]}; }
+Strides strides_of(const klineage_tensor &t) {
+    return {static_cast<int>(t.stride[0]), static_cast<int>(t.stride[1]), static_cast<int>(t.stride[2]), static_cast<int>(t.stride[3])};
+}
+
+// In either layout; the stride of a dimension of one element does not matter.
+bool has_strides(const klineage_tensor &t, bool channels_last) {
+    int64_t expected = 1;
+    const int nchw[4] = {3, 2, 1, 0}, nhwc[4] = {1, 3, 2, 0};
+    for (int i = 0; i < 4; ++i) {
+        const int dim = channels_last ? nhwc[i] : nchw[i];
+        if (t.shape[dim] != 1 && t.stride[dim] != expected) return false;
+        expected *= t.shape[dim];
+    }
+    return true;
+}
 
 }  // namespace
 
@@ -49,14 +69,20 @@ extern "C" int run(const klineage_call *call) {
                      "conv2d: stride 1 and padding 1 only");
     KLINEAGE_REQUIRE(call, x.shape[1] == kC && w.shape[1] == kC && w.shape[0] == kF && w.shape[2] == 3 && w.shape[3] == 3,
                      "conv2d: 64 input channels, 128 filters of 3x3 only");
-    const int64_t n = x.shape[0], h = x.shape[2], width = x.shape[3], size = n * h * width * kF;
-    KLINEAGE_REQUIRE(call, size >= 1 && size < (1ll << 31), "conv2d: size out of range");
+    const int64_t n = x.shape[0], h = x.shape[2], width = x.shape[3], pixels = n * h * width;
+    KLINEAGE_REQUIRE(call, pixels >= 1 && pixels * kF < (1ll << 31), "conv2d: size out of range");
     KLINEAGE_REQUIRE(call, y.shape[0] == n && y.shape[1] == kF && y.shape[2] == h && y.shape[3] == width,
                      "conv2d: output shape differs from the input's");
+    const bool nhwc = has_strides(x, true) && has_strides(w, true) && has_strides(y, true);
+    KLINEAGE_REQUIRE(call, nhwc || (has_strides(x, false) && has_strides(w, false) && has_strides(y, false)),
+                     "conv2d: x, w and y must all be contiguous or all channels_last");
+    KLINEAGE_REQUIRE(call, (reinterpret_cast<uintptr_t>(x.data) | reinterpret_cast<uintptr_t>(w.data) |
+                            reinterpret_cast<uintptr_t>(y.data)) % 16 == 0, "conv2d: pointers must be 16-byte aligned");
 
-    conv_kernel<<<(size + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(call->stream)>>>(
-        static_cast<const __half *>(x.data), static_cast<const __half *>(w.data), static_cast<__half *>(y.data), n, h,
-        width, strides_of(x), strides_of(w), strides_of(y), y.stride[1] == 1);
+    const Problem g{static_cast<const __half *>(x.data), static_cast<const __half *>(w.data), static_cast<__half *>(y.data),
+                    static_cast<int>(h), static_cast<int>(width), static_cast<int>(h * width), static_cast<int>(pixels),
+                    strides_of(x), strides_of(w), strides_of(y), nhwc};
+    conv_kernel<<<(g.pixels * kF + kThreads - 1) / kThreads, kThreads, 0, static_cast<cudaStream_t>(call->stream)>>>(g);
     const cudaError_t status = cudaGetLastError();
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;

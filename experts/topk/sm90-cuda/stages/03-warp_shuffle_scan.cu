@@ -22,7 +22,7 @@ __device__ __forceinline__ float decode(unsigned code) {
     return __uint_as_float(code ^ (~static_cast<unsigned>(static_cast<int>(code) >> 31) & 0x7fffffffu));
 }
 
-__global__ void __launch_bounds__(kThreads) topk_kernel(const float *x, float *values, long long *indices, int columns,
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *x, float *values, long long *indices, int columns,
                                                         int k, long long x_stride, long long values_stride,
                                                         long long indices_stride) {
     extern __shared__ unsigned row[];

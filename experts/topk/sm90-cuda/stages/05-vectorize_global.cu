@@ -22,7 +22,7 @@ __device__ __forceinline__ float decode(unsigned code) {
 }
 
 template <int kKeys, bool kVector>
-__global__ void __launch_bounds__(kThreads) topk_kernel(const float *x, float *values, long long *indices, int columns,
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *x, float *values, long long *indices, int columns,
                                                         int k, long long x_stride, long long values_stride,
                                                         long long indices_stride) {
     __shared__ int histogram[kBins];

@@ -1,10 +1,10 @@
-// Stage 07, adds warp_aggregate: a warp reserves places for all its winners with one shared atomic; lanes find their own
-// place with ballots.
+// Stage 07, adds block_scan: places in the output come from a scan over lanes and warps instead of atomic cursors.
 //
-// Preconditions: all 32 lanes reach the ballots (predicates, no divergent loops); counts of winners and ties fit 16 bits.
-// Risks here: a divergent ballot; the two packed counters must not carry into each other (at most 16,384 each).
-// Predicted gain: 1.1x to 1.3x. About 600 atomics with a result on two addresses become 32; neighbouring lanes then
-// write neighbouring places.
+// Preconditions: the counts of winners and ties fit 16 bits each (at most 16,384), so that one scan carries both; all
+// lanes reach the shuffles.
+// Risks here: a carry between the packed counts; a divergent shuffle; ties past the last place must be dropped.
+// Predicted gain: 1.1x to 1.3x. About 600 atomics with a result on two addresses become one barrier; the order of the
+// output becomes the same in every run.
 #include <cuda_runtime.h>
 
 #include "klineage.h"
@@ -23,12 +23,6 @@ __device__ __forceinline__ float decode(unsigned code) {
     return __uint_as_float(code ^ (~static_cast<unsigned>(static_cast<int>(code) >> 31) & 0x7fffffffu));
 }
 
-struct Threshold {
-    int bin;    // the digit that holds the k-th smallest code
-    int below;  // codes with a smaller digit
-    int count;  // codes with this digit
-};
-
 __device__ __forceinline__ int warp_inclusive_scan(int value, int lane) {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -38,51 +32,56 @@ __device__ __forceinline__ int warp_inclusive_scan(int value, int lane) {
     return value;
 }
 
-// Every warp finds the bin in which the running count reaches `need`; the caller has synchronized after counting.
-__device__ __forceinline__ Threshold find_threshold(const int *histogram, int *warp_sum, int need, int warp, int lane) {
-    constexpr int kBinsPerWarp = kBins / (kThreads / 32), kBinsPerLane = kBinsPerWarp / 32;
-    const int *mine = histogram + warp * kBinsPerWarp + lane * kBinsPerLane;
-    int sum = 0;
+struct Threshold {
+    int bin;    // the digit that holds the k-th smallest code
+    int below;  // codes with a smaller digit
+    int count;  // codes with this digit
+};
+
+struct Shared {
+    int histogram[kBins];
+    int warp_sum[32];
+    Threshold threshold;
+    int warp_found[32];
+};
+
+// The bin in which the running count reaches `need`; the caller has synchronized after counting. Every warp sums its
+// slice of the bins; the one warp whose slice holds the threshold searches it.
+__device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int warp, int lane) {
+    constexpr int kWarps = kThreads / 32, kBinsPerLane = kBins / kThreads;
+    static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the threads");
+    int bins[kBinsPerLane], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kBinsPerLane; ++i) sum += mine[i];
-    sum = __reduce_add_sync(kFull, sum);
-    if (lane == 0) warp_sum[warp] = sum;
+    for (int i = 0; i < kBinsPerLane; ++i)
+        sum += (bins[i] = s.histogram[(warp * 32 + lane) * kBinsPerLane + i]);
+    const int slice = __reduce_add_sync(kFull, sum);
+    if (lane == 0) s.warp_sum[warp] = slice;
     __syncthreads();
-
-    const int total = warp_sum[lane];
-    const int running = warp_inclusive_scan(total, lane);
-    const int slice = __ffs(__ballot_sync(kFull, running >= need)) - 1;
-    const int before_slice = __shfl_sync(kFull, running - total, slice);
-
-    int bins[kBinsPerLane];
-    const int *theirs = histogram + slice * kBinsPerWarp + lane * kBinsPerLane;
-    int lane_total = 0;
+    const int before_slice = __reduce_add_sync(kFull, lane < warp && lane < kWarps ? s.warp_sum[lane] : 0);
+    if (before_slice < need && need <= before_slice + slice) {
+        const int running = before_slice + warp_inclusive_scan(sum, lane);
+        if (running - sum < need && need <= running) {
+            Threshold t{(warp * 32 + lane) * kBinsPerLane, running - sum, bins[0]};
 #pragma unroll
-    for (int i = 0; i < kBinsPerLane; ++i) lane_total += (bins[i] = theirs[i]);
-    const int lane_running = before_slice + warp_inclusive_scan(lane_total, lane);
-    const int owner = __ffs(__ballot_sync(kFull, lane_running >= need)) - 1;
-
-    Threshold t{slice * kBinsPerWarp + lane * kBinsPerLane, lane_running - lane_total, bins[0]};
-#pragma unroll
-    for (int i = 1; i < kBinsPerLane; ++i)
-        if (t.below + t.count < need) {
-            t.below += t.count;
-            t.count = bins[i];
-            ++t.bin;
+            for (int i = 1; i < kBinsPerLane; ++i)
+                if (t.below + t.count < need) {
+                    t.below += t.count;
+                    t.count = bins[i];
+                    ++t.bin;
+                }
+            s.threshold = t;
         }
-    t.bin = __shfl_sync(kFull, t.bin, owner);
-    t.below = __shfl_sync(kFull, t.below, owner);
-    t.count = __shfl_sync(kFull, t.count, owner);
-    return t;
+    }
+    __syncthreads();
+    return s.threshold;
 }
 
 template <int kKeys, bool kVector>
-__global__ void __launch_bounds__(kThreads) topk_kernel(const float *x, float *values, long long *indices, int columns,
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *x, float *values, long long *indices, int columns,
                                                         int k, long long x_stride, long long values_stride,
                                                         long long indices_stride) {
-    __shared__ int histogram[kBins];
-    __shared__ int warp_sum[kThreads / 32];
-    __shared__ unsigned cursors;  // winners in the low half, ties in the high half
+    __shared__ Shared s;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int thread = threadIdx.x;
     x += blockIdx.x * x_stride;
     values += blockIdx.x * values_stride;
@@ -112,59 +111,56 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(const float *x, float *v
             code[i] = encode(v);
         }
     }
-    if (thread == 0) cursors = 0;
-
     unsigned prefix = 0;  // the digits of the k-th code found so far
     int shift = 32, need = k;
     Threshold t{};
-    while (true) {
-        const unsigned above = shift < 32 ? kFull << shift : 0;  // bits already fixed
-        const int digit_shift = shift > kBits ? shift - kBits : 0;
-        const unsigned digit_mask = (1u << (shift - digit_shift)) - 1;
+    const auto next_digit = [&](bool first) {
+        const unsigned above = first ? 0 : kFull << shift;  // bits already fixed
+        const int digit_shift = first ? 32 - kBits : max(shift - kBits, 0);
+        const unsigned digit_mask = first ? kBins - 1 : (1u << (shift - digit_shift)) - 1;
 #pragma unroll
-        for (int i = 0; i < kBins / kThreads; ++i) histogram[i * kThreads + thread] = 0;
+        for (int i = 0; i < kBins / kThreads; ++i) s.histogram[i * kThreads + thread] = 0;
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kKeys; ++i)
-            if ((valid >> i & 1) && (code[i] & above) == prefix)
-                atomicAdd(&histogram[code[i] >> digit_shift & digit_mask], 1);
+            if ((valid >> (kVector ? i / 4 * 4 : i) & 1) && (first || (code[i] & above) == prefix))
+                atomicAdd(&s.histogram[code[i] >> digit_shift & digit_mask], 1);
         __syncthreads();
-        t = find_threshold(histogram, warp_sum, need, thread / 32, thread % 32);
+        t = find_threshold(s, need, warp, lane);
         need -= t.below;
         shift = digit_shift;
         prefix |= static_cast<unsigned>(t.bin) << shift;
-        if (t.count == need || shift == 0) break;
-        __syncthreads();  // the histogram is read above and cleared next
-    }
+        return t.count == need || shift == 0;
+    };
+    if (!next_digit(true))
+        while (!next_digit(false)) {}
 
     // Codes below the prefix win, and so do those that share it, as far as there are places.
     const unsigned last = prefix | ((1u << shift) - 1);
-    const int lane = thread % 32;
     unsigned my_wins = 0, my_ties = 0;  // bit i: key i
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
         if (code[i] < prefix) my_wins |= 1u << i;
         if (code[i] <= last) my_ties |= 1u << i;
     }
-    my_wins &= valid, my_ties &= valid & ~my_wins;
-    const unsigned found = __reduce_add_sync(kFull, __popc(my_wins) + (__popc(my_ties) << 16));
-    unsigned base = 0;
-    if (lane == 0 && found) base = atomicAdd(&cursors, found);
-    base = __shfl_sync(kFull, base, 0);
+    my_wins &= valid;
+    my_ties &= valid & ~my_wins;
+    const int found = __popc(my_wins) + (__popc(my_ties) << 16);  // winners in the low half, ties in the high half
+    const int running = warp_inclusive_scan(found, lane);
+    if (lane == 31) s.warp_found[warp] = running;
+    __syncthreads();
+    const int base = __reduce_add_sync(kFull, lane < warp ? s.warp_found[lane] : 0) + running - found;
     int win_at = base & 0xffff, tie_at = k - need + (base >> 16);
-    const unsigned lower_lanes = (1u << lane) - 1;
 #pragma unroll
     for (int i = 0; i < kKeys; ++i) {
         const bool win = my_wins >> i & 1, tie = my_ties >> i & 1;
-        const unsigned all_wins = __ballot_sync(kFull, win), all_ties = __ballot_sync(kFull, tie);
-        const int at = win ? win_at + __popc(all_wins & lower_lanes)
-                           : tie ? tie_at + __popc(all_ties & lower_lanes) : k;
-        if (at < k) {
+        const int at = win ? win_at : tie_at;
+        if ((win || tie) && at < k) {
             values[at] = decode(code[i]);
             indices[at] = column_of(i);
         }
-        win_at += __popc(all_wins);
-        tie_at += __popc(all_ties);
+        win_at += win;
+        tie_at += tie;
     }
 }
 

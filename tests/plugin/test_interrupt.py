@@ -1,0 +1,85 @@
+"""Ctrl-C in the middle of a judgement: no process is left behind, and the verdicts so far are kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage.results import read_run
+
+SUITE = """
+import pathlib
+from pytest_klineage import kernel_case
+
+@kernel_case((8, 8, 8), "fp32", op="gemm", at_least=0.0001)
+def test_first(kernel_gate):
+    kernel_gate("good.cpp")
+
+@kernel_case((8, 8, 8), "fp32", op="gemm", at_least=0.0001)
+def test_second(kernel_gate):
+    pathlib.Path("second").touch()
+    kernel_gate("hangs.cpp")
+"""
+HANGS = """
+#include "klineage.h"
+extern "C" int run(const klineage_call *call) { for (volatile int i = 0;; i = i + 1) {} return 0; }
+"""
+TOKEN = "KLINEAGE_TEST_OF_INTERRUPT"
+
+
+def descendants(token: str) -> list[str]:
+    """Command lines of the living processes that inherited the token, zombies left out."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if token.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue
+    return [line for line in found if line]
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one-process", "xdist"])
+@pytest.mark.parametrize("after_s", [0.05, 1.5], ids=["while-building", "while-running"])
+def test_ctrl_c_leaves_records_and_no_processes(
+    kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...], workers: tuple[str, ...], after_s: float
+) -> None:
+    pytester.makepyfile(SUITE)
+    (kernels / "hangs.cpp").write_text(HANGS)
+    token = f"{TOKEN}_{os.getpid()}_{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "pytest", *workers, *quick]
+    process = subprocess.Popen(
+        command, cwd=kernels, env={**os.environ, token: "1"}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        assert wait_for((kernels / "second").exists, 90), "the second test never began"
+        time.sleep(after_s)
+        os.killpg(process.pid, signal.SIGINT)
+        text, _ = process.communicate(timeout=30)
+        assert wait_for(lambda: not descendants(token), 10), descendants(token)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == pytest.ExitCode.INTERRUPTED, text
+    assert "KeyboardInterrupt" in text
+    (path,) = kernels.glob("results/runs/*/records.jsonl")
+    assert [record.nodeid.partition("::")[2] for record in read_run(path).records] == ["test_first"], text
+    assert "over 1 of 1 scored" in text

@@ -1,0 +1,93 @@
+"""What a user may set: every value that makes no sense is refused with the range or the names that do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.gate import DEFENCES, POLICIES, GateSettings
+from pytest_klineage.gate.settings import default_cache_dir
+
+RANGES = {
+    "margin": (0.0, 0.99),
+    "busy_limit": (0.0, 1.0),
+    "precision": (1e-5, 1.0),
+    "confidence": (0.5, 0.9999),
+    "time_limit_s": (0.05, 86400.0),
+    "seeds": (1, 1000),
+    "threads": (0, 4096),
+    "build_timeout_s": (0.1, 86400.0),
+    "load_timeout_s": (0.1, 86400.0),
+    "run_timeout_s": (0.05, 86400.0),
+}
+
+
+def with_value(name: str, value: Any) -> GateSettings:
+    return GateSettings(**{name: value})
+
+
+def test_the_defaults_are_valid_and_switch_every_defence_on() -> None:
+    settings = GateSettings()
+    assert settings.policy == "paired"
+    assert settings.defences == DEFENCES
+
+
+def test_every_number_has_a_range() -> None:
+    defaults = GateSettings()
+    numbers = {
+        name for name in GateSettings.__struct_fields__ if type(getattr(defaults, name)) in (int, float)
+    }  # fmt: skip
+    assert numbers == set(RANGES)
+
+
+@pytest.mark.parametrize(("name", "bounds"), RANGES.items())
+def test_the_ends_of_a_range_are_valid(name: str, bounds: tuple[float, float]) -> None:
+    for value in bounds:
+        assert getattr(with_value(name, value), name) == value
+
+
+@pytest.mark.parametrize(("name", "bounds"), RANGES.items())
+def test_a_number_out_of_range_is_refused_with_the_range(name: str, bounds: tuple[float, float]) -> None:
+    low, high = bounds
+    step = 1 if isinstance(low, int) else 1e-6
+    for value in (low - step, high + step, -1, math.inf, -math.inf, math.nan):
+        with pytest.raises(UsageError) as caught:
+            with_value(name, value)
+        assert name in str(caught.value)
+        assert f"{low:g} and {high:g}" in str(caught.value)
+
+
+@pytest.mark.parametrize("field", ["policy", "also_policies"])
+def test_an_unknown_policy_is_refused_with_the_names(field: str) -> None:
+    value = "pared" if field == "policy" else ("paper", "pared")
+    with pytest.raises(UnknownName) as caught:
+        with_value(field, value)
+    assert all(name in str(caught.value) for name in POLICIES)
+
+
+def test_an_unknown_defence_is_refused_with_the_names() -> None:
+    with pytest.raises(UnknownName) as caught:
+        GateSettings(defences=frozenset({"sandbox", "moat"}))
+    assert "moat" in str(caught.value)
+    assert all(name in str(caught.value) for name in DEFENCES)
+
+
+@pytest.mark.parametrize("defence", sorted(DEFENCES))
+def test_every_defence_can_be_switched_off(defence: str) -> None:
+    assert defence not in GateSettings(defences=DEFENCES - {defence}).defences
+
+
+def test_the_cache_follows_the_xdg_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / "pytest-klineage"
+    assert GateSettings().cache_dir == tmp_path / "pytest-klineage"
+
+
+def test_the_cache_lies_in_the_home_directory_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_cache_dir() == tmp_path / ".cache" / "pytest-klineage"
