@@ -46,6 +46,7 @@ class Channel:
         return self.sock.fileno()
 
     def close(self) -> None:
+        """Close this end, with the descriptors that came and that nobody took."""
         for fd in self._fds:
             socket.close(fd)
         self._fds.clear()

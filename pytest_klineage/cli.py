@@ -6,12 +6,16 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_klineage import __version__
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
+
+if TYPE_CHECKING:
+    from pytest_klineage.operators import Operator
+    from pytest_klineage.records import KernelCase, TensorSpec
 
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 
@@ -93,6 +97,8 @@ def run_report(arguments: argparse.Namespace) -> int:
         if not runs:
             raise UsageError("there is no run in results/runs; give the run's directory")
         path = runs[-1]
+    if not path.exists():
+        raise UsageError(f"{path} is not there; give a run's directory, its records.jsonl, or: latest")
     run = read_run(path)
     text = markdown_report(run) if arguments.markdown else terminal_report(run)
     if arguments.output is None:
@@ -135,7 +141,30 @@ def run_cases(arguments: argparse.Namespace) -> int:
             case = paper_case(name, tier, able[0] if able else "torch")
             sizes = ", ".join(f"{axis}={size}" for axis, size in case.shape.items())
             _say(f"  {tier} shape: {case.dtype}: {sizes}\n")
+            if tier == "cpu":
+                _say("".join(f"    {line}\n" for line in _arguments(operator, case)))
     return OK
+
+
+def _arguments(operator: Operator, case: KernelCase) -> list[str]:
+    """What a kernel for this case is given and has to fill, in the order of the native ABI."""
+    import msgspec
+
+    signature = operator.signature(case)
+    lines = [f"inputs:  {_tensors(signature.inputs)}", f"outputs: {_tensors(signature.outputs)}"]
+    scalars = ", ".join(f"{name} = {value:g}" for name, value in signature.scalars.items())
+    lines.append(f"scalars: {scalars or 'none'}")
+    usual = {spec.name for spec in signature.inputs}
+    for option, values in operator.options.items():
+        for value in values[1:]:
+            inputs = operator.signature(msgspec.structs.replace(case, options={option: value})).inputs
+            if further := [spec for spec in inputs if spec.name not in usual]:
+                lines.append(f"inputs with {option}={value}, also: {_tensors(further)}")
+    return lines
+
+
+def _tensors(specs: Iterable[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name}[{','.join(map(str, spec.shape))}] {spec.dtype}" for spec in specs)
 
 
 def _say(text: str) -> None:

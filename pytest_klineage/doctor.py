@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_klineage.errors import KlineageError
+from pytest_klineage.errors import MissingDependency
 
 LEAST_SHM_BYTES = 512 << 20
 """Inputs, outputs and guard bands of the largest CPU cases take about 200 MB of shared memory."""
@@ -98,12 +98,12 @@ def _package(name: str, *, needed: bool = False, remedy: str) -> Iterator[Findin
 def _compiler() -> Iterator[Finding]:
     from pytest_klineage.surfaces.cpp import compiler_version, find_compiler
 
-    install = "apt-get install g++   (or: dnf install gcc-c++)"
     try:
         compiler = find_compiler()
         yield Finding("C++ compiler", True, f"{compiler_version(compiler)} ({compiler})", needed=True)
-    except KlineageError as error:
-        yield Finding("C++ compiler", False, str(error), needed=True, remedy=install)
+    except MissingDependency as error:
+        detail = f"{error.what} is missing"
+        yield Finding("C++ compiler", False, detail, needed=True, remedy=error.remedy)
         return
     problem, threads = _openmp(compiler)
     detail = problem or f"{threads} threads"

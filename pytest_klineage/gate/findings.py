@@ -16,7 +16,7 @@ from pytest_klineage.records.messages import Ended, Opened
 CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
 """The trusted clock may exceed the worker's, beyond what it does for the reference, by this share, by this much, or by
 so many allowed gaps: a kernel that pins its thread answers later than others without any lie."""
-CLOCK_QUANTILE, CLOCK_MEDIANS = 0.9, 3.0
+CLOCK_QUANTILE, CLOCK_MEDIANS = 0.9, 2.0
 """A gap is allowed up to this quantile of the reference's, or so many of its medians: on a busy machine the quantile is
 as long as a time slice, and a whole kernel would hide in it."""
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -151,7 +151,8 @@ def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
         f"other processes used {100 * foreign_load:.0f} % of the machine while it was timed, {100 * limit:.0f} % are "
         f"allowed; measured: {timed.message}. Time it on an idle machine, or raise --klineage-busy-limit"
     )
-    return Reason(code=Code.INCONCLUSIVE_BUSY, message=message, evidence={**timed.evidence, "foreign_load": foreign_load})
+    evidence = {**timed.evidence, "foreign_load": foreign_load}
+    return Reason(code=Code.INCONCLUSIVE_BUSY, message=message, evidence=evidence)
 
 
 def library_reason(libraries: tuple[str, ...]) -> Reason | None:

@@ -60,8 +60,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
         for defence in self.defences - DEFENCES:
             raise UnknownName("defence", defence, DEFENCES)
         for name, low, high in (
-            ("margin", 0.0, 0.99), ("busy_limit", 0.0, 1.0), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("seeds", 1, 1000),
-            ("threads", 0, 4096), ("time_limit_s", 0.05, DAY_S), ("build_timeout_s", 0.1, DAY_S),
+            ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("busy_limit", 0.0, 1.0),
+            ("seeds", 1, 1000), ("threads", 0, 4096), ("time_limit_s", 0.05, DAY_S), ("build_timeout_s", 0.1, DAY_S),
             ("load_timeout_s", 0.1, DAY_S), ("run_timeout_s", 0.05, DAY_S),
         ):  # fmt: skip
             value = getattr(self, name)

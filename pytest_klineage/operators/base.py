@@ -104,7 +104,8 @@ def make_case(
 
     `also_shapes` are further shapes, written in either way, at which the kernel must be right.
 
-    Raises UnknownName for an operator, dtype, axis or option that does not exist, UsageError for sizes that cannot be.
+    Raises UnknownName for an operator, dtype, axis or option that does not exist, UsageError for sizes and a speedup
+    that cannot be.
     """
     if operator not in operators:
         raise UnknownName("operator", operator, operators)
@@ -116,6 +117,9 @@ def make_case(
             raise UnknownName(f"option for {operator}", name, chosen.options)
         if value not in chosen.options[name]:
             raise UnknownName(f"value for {operator} option {name!r}", value, map(str, chosen.options[name]))
+    # Not a bool, and neither NaN nor infinity, which compare with anything.
+    if type(at_least) not in (int, float) or not 0 < at_least < float("inf"):
+        raise UsageError(f"at_least must be a positive number, got {at_least!r}")
     changed = {name: value for name, value in options.items() if value != chosen.options[name][0]}
     case = KernelCase(
         operator=operator,

@@ -32,6 +32,7 @@ class Problem:
         missing = -self.v.shape[1] % size
 
         def split(tensor: torch.Tensor) -> torch.Tensor:
+            """One tensor, padded with zeros."""
             heads, _tokens, *rest = tensor.shape
             padded = torch.cat([tensor, tensor.new_zeros(heads, missing, *rest)], dim=1) if missing else tensor
             return padded.reshape(heads, -1, size, *rest).transpose(0, 1).contiguous()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pytest_klineage.records import Code, Reason, Status, Verdict
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.tables import milliseconds, speedup_text
+from pytest_klineage.report.wording import distinct, told
 
 LOG_LINES = 30
 LOG_COLUMNS = 200
@@ -16,8 +17,11 @@ def explain(verdict: Verdict) -> str:
     """Several lines of plain text; the first says what happened to which kernel on which case."""
     name = f"kernel {verdict.label!r}" if verdict.label else "the kernel"
     lines = [f"{name} is not accepted on {verdict.case.id}: {verdict.status.value.replace('_', ' ')}"]
-    for reason in verdict.reasons:
+    shown, left = distinct(verdict.reasons)
+    for reason in shown:
         lines += _reason(reason)
+    if left:
+        lines.append(f"  and {left} more")
     if verdict.timing is not None:
         timing = verdict.timing
         lines.append(
@@ -25,7 +29,7 @@ def explain(verdict: Verdict) -> str:
             f"kernel {milliseconds(timing.candidate_ms)} ms, "
             f"speedup {speedup_text(verdict)}, required {verdict.case.at_least:g}x"
         )
-    lines.append(f"  next: {next_step(verdict.code)}")
+    lines.append(f"  next: {next_step(verdict)}")
     if verdict.status is Status.BUILD_ERROR or verdict.code is Code.TIMEOUT_BUILD:
         # Nothing has run yet: the log is the compiler's, and its first error is the one that matters.
         lines += _log("the compiler said", verdict.log or (verdict.build.log if verdict.build else ""), keep_end=False)
@@ -35,7 +39,9 @@ def explain(verdict: Verdict) -> str:
 
 
 def _reason(reason: Reason) -> Iterator[str]:
-    yield f"  {reason.code.value}: {reason.message}"
+    say = told(reason.message)
+    yield f"  {reason.code.value}: {say.line}"
+    yield from (f"    {line}" for line in say.details)
     if reason.evidence:
         yield "    " + ", ".join(f"{key} = {_figure(value)}" for key, value in reason.evidence.items())
 

@@ -34,7 +34,7 @@ class Hooks:
             return None
         settings = self.session.settings
         said = [f"platform={self.session.platform}", f"mode={settings.mode}"]
-        said += [f"{name}={settings.gate[key]}" for name, key in (("policy", "policy"),) if key in settings.gate]
+        said += [f"{name}={settings.gate[name]}" for name in ("policy", "seed") if name in settings.gate]
         if "method" in settings.given:
             said.append(f"methods={','.join(settings.methods)}")
         if self._distributed() and settings.progress != "off":

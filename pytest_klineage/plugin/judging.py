@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -14,11 +15,14 @@ from pytest_klineage.plugin.explain import explain
 from pytest_klineage.plugin.markers import case_of
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import KernelCase, KernelSource, Status, Surface, Verdict
+from pytest_klineage.report.wording import told
 from pytest_klineage.surfaces import read_source
 
 Scalar: TypeAlias = str | float
 Kernel: TypeAlias = str | Path | KernelSource
 
+MODULE = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_][\w.]*)")
+"""How a function of a module is written."""
 MESSAGE_LIMIT = 4_000
 """Characters of a fault's message, which may hold the last words of a process."""
 
@@ -70,7 +74,8 @@ class KernelGate:
             self._keep(verdict)
             self._settle(verdict)
             return verdict
-        give_up(trouble)  # outside of the handler, so that pytest shows the message without the chain of exceptions
+        # Outside of the handler, so that pytest shows the message without the chain of exceptions.
+        self._give_up(trouble)
 
     def _source(
         self,
@@ -85,21 +90,39 @@ class KernelGate:
             return kernel
         if isinstance(flags, str):
             raise UsageError(f"flags= is a sequence of strings, got the string {flags!r}")
+        if isinstance(also, str | Path):
+            raise UsageError(f"also= is a sequence of files, got {str(also)!r}")
+        path: str | Path = self._located(kernel)
+        if (beside := self._module_file(kernel)) is not None:
+            path, entry = beside
+            label = label or str(kernel)
         return read_source(
-            self._located(kernel),
+            path,
             surface=surface.value if isinstance(surface, Surface) else surface,
             entry=entry,
             flags=tuple(flags),
             label=label,
-            also=tuple(self._located(path) for path in also),
+            also=tuple(self._located(file) for file in also),
         )
 
     def _located(self, path: str | Path) -> str | Path:
         """A path relative to the test's own file; "module:function" as it is."""
-        if isinstance(path, str) and ":" in path and not Path(path).suffix:
-            return path
         located = self._item.path.parent / path
-        return path if isinstance(path, str) and ":" in path and not located.exists() else located
+        return path if isinstance(path, str) and MODULE.fullmatch(path) and not located.exists() else located
+
+    def _module_file(self, kernel: Kernel) -> tuple[Path, str] | None:
+        """File and function of "module:function" when module.py lies beside the test or in the root directory.
+
+        The worker imports installed packages and what is on PYTHONPATH; where pytest looks for test modules is not its
+        business, and the text of a file is audited and recorded, which that of an import is not.
+        """
+        found = MODULE.fullmatch(kernel) if isinstance(kernel, str) else None
+        if found is None:
+            return None
+        for folder in (self._item.path.parent, self._item.config.rootpath):
+            if (path := folder / f"{found[1]}.py").is_file():
+                return path, found[2]
+        return None
 
     def _judge(self, case: KernelCase, source: KernelSource, rival: KernelSource | None) -> Verdict:
         progress = self.session.progress
@@ -120,20 +143,27 @@ class KernelGate:
         __tracebackhide__ = True
         if self.session.mode == "record" or verdict.ok:
             return
-        if verdict.status is Status.SKIPPED:
+        if verdict.status is Status.SKIPPED and not self.session.settings.fail_skipped:
             pytest.skip(f"klineage: {verdict.code.value}: {verdict.reasons[0].message}")
         pytest.fail(explain(verdict), pytrace=False)
 
+    def _give_up(self, trouble: KlineageError) -> NoReturn:
+        """End the test without a verdict: a skip for want of a dependency, else a failure."""
+        __tracebackhide__ = True
+        if isinstance(trouble, MissingDependency) and not self.session.settings.fail_skipped:
+            pytest.skip(f"klineage: {trouble}")
+        known = isinstance(trouble, MissingDependency | UsageError)
+        pytest.fail(f"klineage: {trouble}" if known else fault(trouble), pytrace=False)
 
-def give_up(trouble: KlineageError) -> NoReturn:
-    """End the test without a verdict: a skip for want of a dependency, else a failure."""
-    __tracebackhide__ = True
-    if isinstance(trouble, MissingDependency):
-        pytest.skip(f"klineage: {trouble}")
-    if isinstance(trouble, UsageError):
-        pytest.fail(f"klineage: {trouble}", pytrace=False)
-    message = f"klineage: the harness failed, which says nothing about the kernel: {trouble}"
-    pytest.fail(message[:MESSAGE_LIMIT], pytrace=False)
+
+def fault(trouble: KlineageError) -> str:
+    """A fault of the harness: the line that says most first, all of it below, bounded at its beginning."""
+    text = str(trouble)
+    head = f"klineage: the harness failed, which says nothing about the kernel: {told(text).line}"
+    if "\n" not in text.strip():
+        return head[:MESSAGE_LIMIT]
+    kept = text if len(text) <= MESSAGE_LIMIT else f"... {text[-MESSAGE_LIMIT:]}"
+    return "\n".join([head[:MESSAGE_LIMIT], *(f"    {line}" for line in kept.splitlines())])
 
 
 def scalars(verdict: Verdict) -> dict[str, Scalar]:

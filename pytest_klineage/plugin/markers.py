@@ -27,7 +27,7 @@ def kernel_case(
     dtype: str,
     ref: str = "torch",
     *,
-    op: str,
+    op: str = "",
     at_least: float = 1.0,
     library: str = "forbid",
     also: Sequence[Sequence[int] | dict[str, int]] = (),
@@ -38,7 +38,7 @@ def kernel_case(
     shape: sizes in the order of the operator's axes, or a dict by axis name.
     dtype: short name of the data type, such as "fp32".
     ref: name of the implementation that the kernel is compared with.
-    op: name of the operator, such as "gemm".
+    op: name of the operator, such as "gemm"; a marker without one is refused when the test is collected.
     at_least: speedup that the kernel must reach, up to the gate's margin.
     library: "forbid", "label" or "allow" work done by a library.
     also: further shapes at which the kernel must be right.
@@ -46,9 +46,7 @@ def kernel_case(
 
     Names are checked when pytest collects the test: a typo costs no build. `pytest-klineage cases` lists them.
     """
-    return pytest.mark.kernel_case(
-        shape, dtype, ref, op=op, at_least=at_least, library=library, also=tuple(also), **options
-    )
+    return pytest.mark.kernel_case(shape, dtype, ref, op=op, at_least=at_least, library=library, also=also, **options)
 
 
 def case_of(item: pytest.Item) -> KernelCase | None:
@@ -76,7 +74,9 @@ def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
     bound.apply_defaults()
     given = bound.arguments
     operator, options = given["op"], given["options"]
-    if operator not in OPERATORS:
+    if operator == "":
+        raise UsageError(f"kernel_case needs op=, the operator: one of {', '.join(sorted(OPERATORS))}")
+    if not isinstance(operator, str) or operator not in OPERATORS:
         raise UnknownName("operator", operator, OPERATORS)
     for name in options:
         if name not in OPERATORS[operator].options:
@@ -90,14 +90,14 @@ def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
         given["ref"],
         at_least=given["at_least"],
         library=_library(given["library"]),
-        also_shapes=tuple(_shape(shape) for shape in given["also"]),
+        also_shapes=_shapes(given["also"]),
         **options,
     )
 
 
-def check_reference(name: str, operator: str, references: dict[str, Any]) -> None:
+def check_reference(name: Any, operator: str, references: dict[str, Any]) -> None:
     """Raise UnknownName unless `name` is a reference that implements the operator."""
-    if name not in references:
+    if not isinstance(name, str) or name not in references:
         raise UnknownName("reference", name, references)
     if operator not in references[name].operators():
         able = [other for other, reference in references.items() if operator in reference.operators()]
@@ -123,6 +123,12 @@ def _shape(shape: Any) -> tuple[int, ...] | dict[str, int]:
     if isinstance(shape, list | tuple):
         return tuple(shape)
     raise UsageError(f"a shape is a sequence of sizes or a dict by axis name, got {shape!r}")
+
+
+def _shapes(shapes: Any) -> tuple[tuple[int, ...] | dict[str, int], ...]:
+    if not isinstance(shapes, list | tuple):
+        raise UsageError(f"also= is a list of shapes, such as [(1, 7, 33)], got {shapes!r}")
+    return tuple(_shape(shape) for shape in shapes)
 
 
 def _library(name: Any) -> LibraryPolicy:

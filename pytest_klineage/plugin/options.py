@@ -17,6 +17,7 @@ Parser: TypeAlias = Callable[[str], Any]
 
 MODES = ("gate", "record")
 PROGRESS = ("auto", "on", "off")
+SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class Option:
 
     name: str
     metavar: str
+    """What stands for its value; empty for an option that has none."""
     parse: Parser
     help: str
     repeatable: bool = False
@@ -74,10 +76,20 @@ def word(text: str) -> str:
     return text
 
 
+def switch(text: str) -> bool:
+    """A parser for the ini twin of an option without a value."""
+    if text.lower() not in SWITCH:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of: {', '.join(SWITCH)}")
+    return SWITCH[text.lower()]
+
+
 OPTIONS = (
     Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
     Option(
         "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
+    ),
+    Option(
+        "fail-skipped", "", switch, "A kernel that cannot be judged here, as without a compiler, fails its test"
     ),
     Option("policy", "NAME", word, "Timing policy that decides: paired or paper (default: paired)"),
     Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
@@ -92,7 +104,11 @@ OPTIONS = (
     Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
     Option(
         "busy-limit", "X", number(float, 0),
-        "Share of the machine that others may use during timing before a verdict is inconclusive; 1 never (default: 0.25)",
+        "Share of the machine that others may use during timing; above it a verdict is inconclusive (default: 0.25)",
+    ),
+    Option(
+        "seed", "TEXT", word,
+        "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
@@ -100,6 +116,7 @@ OPTIONS = (
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
     Option("build-timeout", "SECONDS", number(float, 0, above=True), "Longest build of one kernel (default: 120)"),
+    Option("load-timeout", "SECONDS", number(float, 0, above=True), "Longest import of one kernel (default: 30)"),
     Option("run-timeout", "SECONDS", number(float, 0, above=True), "Longest single call of a kernel (default: 30)"),
     Option(
         "method", "NAME", word, "Whose kernels the suites judge, such as expert or naive; repeatable (default: expert)",
@@ -121,10 +138,12 @@ GATE_KEYS = {
     "confidence": "confidence",
     "time-limit": "time_limit_s",
     "busy-limit": "busy_limit",
+    "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",
     "cache-dir": "cache_dir",
     "build-timeout": "build_timeout_s",
+    "load-timeout": "load_timeout_s",
     "run-timeout": "run_timeout_s",
 }
 """Options that are settings of the gate, and what the gate calls them."""
@@ -142,6 +161,8 @@ class Settings:
     methods: tuple[str, ...]
     progress: str
     json: Path | None
+    fail_skipped: bool = False
+    """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for GateSettings: only what the user gave."""
     given: tuple[str, ...] = ()
@@ -152,15 +173,11 @@ def add_options(parser: pytest.Parser) -> None:
     """Register every option and its ini twin. Defaults are None, or the ini file would never win."""
     group = parser.getgroup("klineage", "gate for kernels (pytest-klineage)")
     for option in OPTIONS:
-        group.addoption(
-            option.flag,
-            dest=option.key,
-            metavar=option.metavar,
-            type=option.parse,
-            action="append" if option.repeatable else "store",
-            default=None,
-            help=option.help,
-        )
+        value: dict[str, Any] = {"action": "store_true"}
+        if option.metavar:
+            action = "append" if option.repeatable else "store"
+            value = {"action": action, "metavar": option.metavar, "type": option.parse}
+        group.addoption(option.flag, dest=option.key, default=None, help=option.help, **value)
         kind: Literal["args", "string"] = "args" if option.repeatable else "string"
         parser.addini(option.key, option.help, type=kind, default=None)
 
@@ -196,6 +213,7 @@ def read_settings(config: pytest.Config) -> Settings:
         methods=_unique(values["method"] or ["expert"]),
         progress=values["progress"] or "auto",
         json=_path(config, "json", values["json"]) if values["json"] else None,
+        fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
         given=given,
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_klineage.errors import KlineageError
+from pytest_klineage.errors import KlineageError, UsageError
 from pytest_klineage.plugin.options import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.progress import ProgressLine
     from pytest_klineage.records import Verdict
 
+JUDGED_PLATFORMS = ("cpu",)
+"""Platforms that this version can judge on; the others are known by name."""
 SESSION_KEY = pytest.StashKey["KlineageSession"]()
 
 
@@ -53,11 +55,21 @@ class KlineageSession:
 
     @property
     def platform(self) -> str:
-        """Canonical name of the platform; "auto" is resolved on first use. Raises UnknownName."""
+        """Canonical name of the platform; "auto" is resolved on first use. Raises UsageError.
+
+        "auto" takes the best that this version can judge on: a GPU in the machine must not stop kernels for the CPU.
+        """
         if not self._platform:
             from pytest_klineage.gate import resolve_platform
 
-            self._platform = resolve_platform(self.settings.platform)
+            wish = self.settings.platform
+            found = resolve_platform(wish)
+            if found not in JUDGED_PLATFORMS:
+                judged = ", ".join(JUDGED_PLATFORMS)
+                if wish.lower() != "auto":
+                    raise UsageError(f"platform {found}: this version judges on {judged} only; valid: auto, {judged}")
+                found = JUDGED_PLATFORMS[0]
+            self._platform = found
         return self._platform
 
     @property

@@ -258,6 +258,8 @@ ToTemplate = Spawn | End
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A worker was forked; `worker` is its number in later messages."""
+
     worker: int
 
 

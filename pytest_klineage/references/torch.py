@@ -59,6 +59,7 @@ class TorchReference(Reference):
 
 
 def prepare_gemm(case: KernelCase) -> Call:
+    """The timed call of a gemm case: torch.mm into the output."""
     import torch
 
     def call(inputs: Tensors, outputs: Tensors) -> None:
@@ -68,6 +69,7 @@ def prepare_gemm(case: KernelCase) -> Call:
 
 
 def prepare_conv2d(case: KernelCase) -> Call:
+    """The timed call of a conv2d case; torch has no destination argument there, so the output is a new tensor."""
     from torch.nn.functional import conv2d
 
     stride, pad = case.shape["stride"], case.shape["pad"]
@@ -79,6 +81,7 @@ def prepare_conv2d(case: KernelCase) -> Call:
 
 
 def prepare_fmha(case: KernelCase) -> Call:
+    """The timed call of an fmha case: scaled_dot_product_attention, which picks its own algorithm; a new tensor."""
     from torch.nn.functional import scaled_dot_product_attention
 
     causal = bool(case.options.get("causal", False))
@@ -90,6 +93,7 @@ def prepare_fmha(case: KernelCase) -> Call:
 
 
 def prepare_topk(case: KernelCase) -> Call:
+    """The timed call of a topk case: torch.topk into both outputs, unsorted."""
     import torch
 
     count = case.shape["K"]

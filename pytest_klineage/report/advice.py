@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pytest_klineage.records import Code, Status
+from pytest_klineage.records import Code, Status, Verdict
 
 BY_STATUS = {
     Status.ACCEPTED: "nothing to do",
     Status.SLOWER: "profile the kernel, or lower at_least= of the case if less is enough",
     Status.INCONCLUSIVE: "quieten the machine, raise --klineage-time-limit, or widen --klineage-margin",
-    Status.WRONG_VALUE: "compare with the operator's definition at a small shape; the evidence says where it differs",
+    Status.WRONG_VALUE: (
+        "compare with the operator's definition at a small shape; the evidence says where it differs, and"
+        " --klineage-seed=1 gives the same inputs again"
+    ),
     Status.WRONG_SHAPE: "compare the outputs with the operator's signature: pytest-klineage cases",
     Status.WRONG_DTYPE: "return the data type that the case names",
     Status.CHEAT: "compute the result in every call, with nothing but the arguments",
@@ -38,11 +41,28 @@ BY_CODE = {
     Code.LOG_FLOOD: "remove the kernel's output",
     Code.OUT_OF_MEMORY: "use less scratch memory",
     Code.TIMEOUT_BUILD: "raise --klineage-build-timeout, or simplify the source",
+    Code.TIMEOUT_LOAD: "do less at import, or raise --klineage-load-timeout",
     Code.SKIPPED_DEPENDENCY: "run pytest-klineage doctor: it names the command that installs what is missing",
 }
 """More precise than the status, where there is more to say."""
 
+BY_SURFACE = {
+    ("python", Code.ENTRY_MISSING): "define the function at the top of the file or module, named as entry= says: run",
+    ("python", Code.EXCEPTION): "call the function by hand on tensors of the case: pytest-klineage cases names them",
+    ("python", Code.COMPILE): "correct the line that the message names",
+}
+"""More precise than both, where languages differ."""
 
-def next_step(code: Code) -> str:
-    """What the author of a kernel should do about this reason."""
-    return BY_CODE.get(code) or BY_STATUS[code.status]
+NO_MODULE = "No module named"
+"""How Python, and this package after it, begins to say that an import found nothing."""
+INSTALL = (
+    "install it, or give the file: its path instead of module:function, and also=(...) for files that a kernel imports"
+)
+
+
+def next_step(verdict: Verdict) -> str:
+    """What the author of a kernel should do about the reason that decided."""
+    if verdict.code is Code.EXCEPTION and NO_MODULE in verdict.reasons[0].message:
+        return INSTALL
+    special = BY_SURFACE.get((verdict.surface, verdict.code))
+    return special or BY_CODE.get(verdict.code) or BY_STATUS[verdict.status]

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_klineage.records import Status, Verdict
+from pytest_klineage.records import Code, Status, Verdict
+
+WIDEST = 2.0
+"""An interval whose ends differ by more than this factor does not say how fast a kernel is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,14 @@ def summarise(verdicts: Iterable[Verdict]) -> Summary:
         if verdict.scored and verdict.timing is not None:
             speedups.append(verdict.timing.speedup.estimate)
     return Summary(geomean=geometric_mean(speedups), scored=len(speedups), judged=judged, skipped=skipped)
+
+
+def uncertain(verdict: Verdict) -> bool:
+    """Whether a scored speedup says little: the machine was busy, or the interval spans more than a factor of two."""
+    if verdict.timing is None or not verdict.scored:
+        return False
+    interval = verdict.timing.speedup
+    return verdict.code is Code.INCONCLUSIVE_BUSY or interval.high > WIDEST * interval.low
 
 
 def by_kernel(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:

@@ -9,7 +9,8 @@ from tabulate import tabulate
 
 from pytest_klineage.records import Status, Verdict
 from pytest_klineage.report.advice import next_step
-from pytest_klineage.report.aggregate import by_kernel, summarise
+from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
+from pytest_klineage.report.wording import in_one_line
 from pytest_klineage.results import Run
 
 WIDTH = 100
@@ -17,6 +18,12 @@ HEADERS = ("case", "kernel", "ref", "ref ms", "cand ms", "speedup", "status")
 ALIGNMENT = ("left", "left", "left", "right", "right", "left", "left")
 SHRINKABLE = ((1, 14), (0, 20), (2, 6), (1, 6))
 """Columns that give way when a table is too wide, in turn, and what is left of each."""
+UNCERTAIN = "~"
+"""Stands before a speedup that says little: see `aggregate.uncertain`."""
+NOTE_LINES = 3
+"""About as long as the findings of one verdict may be in the notes."""
+ONE_LINE = 100_000
+"""Width of what is wrapped by whoever shows it."""
 
 
 def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
@@ -30,9 +37,16 @@ def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     return [line.rstrip() for line in table.splitlines()]
 
 
-def summary_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Geometric mean and coverage, one line for all kernels or one for each method."""
-    return [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
+def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
+    """Geometric mean and coverage, one line for all kernels or one for each method; then what they rest on unsafely."""
+    lines = [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
+    doubtful = [verdict for verdict in verdicts if uncertain(verdict)]
+    if doubtful:
+        scored = sum(verdict.scored for verdict in verdicts)
+        names = ", ".join(map(_name, doubtful))
+        text = f"{UNCERTAIN} {len(doubtful)} of {scored} inconclusive (busy machine, or high/low above 2): {names}"
+        lines += _wrapped(text, width, indent="    ")
+    return lines
 
 
 def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
@@ -41,19 +55,11 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     for verdict in verdicts:
         if verdict.status is Status.ACCEPTED:
             continue
-        message = " ".join(verdict.reasons[0].message.split())
-        text = f"{_name(verdict)}: {verdict.code.value}: {message}"
-        lines += textwrap.wrap(textwrap.shorten(text, 3 * width, placeholder=" ..."), width, subsequent_indent="    ")
-        step = f"next: {next_step(verdict.code)}"
-        lines += textwrap.wrap(step, width, initial_indent="    ", subsequent_indent="    ")
+        name = _name(verdict)
+        text = f"{name}: {in_one_line(verdict.reasons, NOTE_LINES * width - len(name))}"
+        lines += _wrapped(text, width, indent="    ")
+        lines += ["    " + line for line in _wrapped(f"next: {next_step(verdict)}", width - 4)]
     return lines
-
-
-def sharing_note(workers: int, platform: str) -> str:
-    """A caution for figures that were taken while several test processes shared one CPU; empty when there is none."""
-    if workers < 2 or platform != "cpu":
-        return ""
-    return f"{workers} test processes shared this CPU: judge once more without -n before you keep a figure"
 
 
 def terminal_report(run: Run, width: int = WIDTH) -> str:
@@ -73,9 +79,9 @@ def markdown_report(run: Run) -> str:
     table = tabulate(rows, HEADERS, tablefmt="pipe", colalign=ALIGNMENT, disable_numparse=True) if rows else ""
     heading, *provenance = _heading(run)
     lines = [f"## {heading}", "", *(f"- {line}" for line in provenance), *_references(verdicts), "", table, ""]
-    lines += [f"**{line}**  " for line in summary_lines(verdicts)]
+    lines += [f"**{line}**  " for line in summary_lines(verdicts, ONE_LINE)]
     notes = [
-        f"- `{_escaped(_name(verdict))}`: `{verdict.code.value}`: {_escaped(verdict.reasons[0].message)}"
+        f"- `{_escaped(_name(verdict))}`: {_escaped(in_one_line(verdict.reasons))}"
         for verdict in verdicts
         if verdict.status is not Status.ACCEPTED
     ]
@@ -116,7 +122,7 @@ def _row(verdict: Verdict) -> list[str]:
         verdict.case.reference,
         milliseconds(timing.reference_ms) if timing else "-",
         milliseconds(timing.candidate_ms) if timing else "-",
-        speedup_text(verdict),
+        (UNCERTAIN if uncertain(verdict) else "") + speedup_text(verdict),
         verdict.status.value,
     ]
 
@@ -155,6 +161,11 @@ def _geomean(verdicts: Sequence[Verdict], label: str) -> str:
     return f"geomean {ratio(summary.geomean)}x over {summary.scored} of {summary.judged} scored{skipped}{whose}"
 
 
+def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of at most `width`; names with hyphens stay whole where they can."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
+
+
 def _name(verdict: Verdict) -> str:
     return f"{verdict.case.id} {verdict.label}".rstrip()
 
@@ -169,7 +180,6 @@ def _heading(run: Run) -> list[str]:
     facts: list[tuple[str, str]] = [("started", run.info.started_at)]
     facts.append(("machine", ", ".join(sorted(machines)) or (run.info.machine.device if run.info.machine else "")))
     facts.append(("timing policy", ", ".join(sorted(policies))))
-    facts.append(("note", sharing_note(int(run.info.settings.get("workers", 0)), run.info.platform)))
     return [title, *(f"{name}: {value}" for name, value in facts if value)]
 
 

@@ -22,8 +22,11 @@ __all__ = ["SURFACES", "Built", "SurfaceBackend", "SurfaceFailure", "read_source
 
 
 def surface_backend(name: str) -> SurfaceBackend:
-    """The surface of that name. Raises UnknownName."""
+    """The surface of that name. Raises UnknownName, or UsageError for one that this version cannot build yet."""
     if name not in SURFACES:
+        if name in set(Surface):
+            valid = ", ".join(sorted(SURFACES))
+            raise UsageError(f"{name} kernels cannot be judged by this version yet; valid here: {valid}")
         raise UnknownName("surface", name, SURFACES)
     return SURFACES[name]
 
@@ -49,7 +52,8 @@ def read_source(
     if surface is None:
         if main.suffix not in SUFFIXES:
             raise UsageError(
-                f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}"
+                f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}. "
+                'A function of a module is written "package.module:function"'
             )
         surface = SUFFIXES[main.suffix].value
     surface_backend(surface)

@@ -70,9 +70,16 @@ def check_flags(flags: tuple[str, ...]) -> None:
 
 
 def find_compiler() -> str:
-    """Path of the C++ compiler: $CXX when set, else g++, c++ or clang++. Raises MissingDependency."""
-    for name in (os.environ.get("CXX", ""), "g++", "c++", "clang++"):
-        if name and (path := shutil.which(name)):
+    """Path of the C++ compiler: what $CXX names when it is set, else g++, c++ or clang++. Raises MissingDependency."""
+    chosen = os.environ.get("CXX", "").strip()
+    if chosen:
+        if path := shutil.which(chosen):
+            return path
+        # Another compiler in its place would give other figures than the ones that were asked for.
+        remedy = "apt-get install g++   (and unset CXX, or let it name one program, without arguments)"
+        raise MissingDependency(f"the C++ compiler that CXX names, {chosen!r},", remedy)
+    for name in ("g++", "c++", "clang++"):
+        if path := shutil.which(name):
             return path
     raise MissingDependency("a C++ compiler", "apt-get install g++   (or set CXX)")
 

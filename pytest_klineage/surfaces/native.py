@@ -99,5 +99,5 @@ class NativeKernel(Loaded):
                 raise SurfaceFailure(Code.RETURNED_ERROR, f"the kernel returned {status}: {message}")
 
         # ctypes keeps no reference to what a pointer points to.
-        invoke.keep = (call, inputs, outputs, values, error)  # type: ignore[attr-defined]
+        invoke.keep = (call, inputs, outputs, values, error)  # type: ignore[attr-defined]  # on a function
         return invoke

@@ -50,7 +50,7 @@ class PythonBackend(SurfaceBackend):
 
     def load(self, artifact: Path, entry: str, module: str) -> Loaded:
         if module:
-            loaded = importlib.import_module(module)
+            loaded = import_named(module)
         else:
             sys.path.insert(0, str(artifact))
             loaded = importlib.import_module(MODULE_NAME)
@@ -60,6 +60,17 @@ class PythonBackend(SurfaceBackend):
         if not callable(function):
             raise SurfaceFailure(Code.ENTRY_MISSING, f"{module or 'the kernel file'} has no function {entry!r}")
         return PythonKernel(function)
+
+
+def import_named(module: str) -> Any:
+    """An installed module. Raises SurfaceFailure when there is none; what it raises itself goes through."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+            raise  # the module is there, and imports another that is not
+        where = "the worker imports installed packages and what is on PYTHONPATH, not what lies beside the test"
+        raise SurfaceFailure(Code.EXCEPTION, f"No module named {error.name!r}: {where}") from error
 
 
 class PythonKernel(Loaded):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import time
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, TensorSpec

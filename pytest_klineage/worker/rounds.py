@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 EARLY_SAMPLES = 256
 """Elements of every output that are read the moment the call returns."""
 COPIES_ALLOWED = 4
-"""How many copies of the outputs may pass, in time, between a call's return and a copied result: cold pages, two hops."""
+"""How many copies of the outputs may pass, in time, between a call's return and its result: cold pages, two hops."""
 SETTLE_S = 0.05
 """How long a wrong output is given to change: if it does, work went on after the call had returned."""
 

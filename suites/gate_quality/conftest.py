@@ -1,4 +1,4 @@
-"""Where the gate-quality tables go: results/runs/ by default, results/ with --publish. The measurements are in the tests."""
+"""Where the gate-quality tables go: results/runs/ by default, results/ with --publish. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from pytest_klineage.library.experts import find_experts
+from pytest_klineage.records import KernelSource
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,6 +22,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
     )
     group.addoption("--trials", type=int, default=200, metavar="N", help="A/A trials in all. Default: %(default)s.")
+
+
+@pytest.fixture
+def expert_source() -> Callable[[str], KernelSource]:
+    """The expert kernel of an operator on the CPU."""
+
+    def read(operator: str) -> KernelSource:
+        found = {expert.operator: expert for expert in find_experts(ROOT / "experts", "cpu")}
+        return found[operator].source("expert")
+
+    return read
 
 
 @pytest.fixture

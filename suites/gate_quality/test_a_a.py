@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.gate.statistics import Standing, median, quantile, standing
-from pytest_klineage.library.experts import find_experts
 from pytest_klineage.operators import paper_case
-from pytest_klineage.records import KernelSource, Machine, Verdict, speedup
-
-from .conftest import ROOT, Publish
+from pytest_klineage.records import Interval, KernelSource, Machine, Verdict, speedup
 
 MARGIN = 0.05
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -34,14 +33,6 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     candidate_samples_ms: tuple[float, ...]
     machine: Machine | None
     judged_at: str
-
-
-def expert_source(operator: str) -> KernelSource:
-    """The expert kernel of an operator on the CPU."""
-    for expert in find_experts(ROOT / "experts", "cpu"):
-        if expert.operator == operator:
-            return expert.source("expert")
-    raise LookupError(operator)
 
 
 def trial_of(verdict: Verdict, number: int) -> Trial:
@@ -76,11 +67,17 @@ def table_of(trials: list[Trial]) -> str:
         if not chosen:
             continue
         holds = sum(trial.low <= 1 <= trial.high for trial in chosen)
-        lines.append(
-            f"| {name} | {len(chosen)} | {holds} ({100 * holds / len(chosen):.1f} %) | {false_slower(chosen)} "
-            f"| {100 * median([trial.half_width for trial in chosen]):.2f} % | {median([t.pairs for t in chosen]):.0f} "
-            f"| +-{100 * spread([t.estimate for t in chosen]):.2f} % | +-{100 * spread([t.sequential for t in chosen]):.2f} % |"
+        cells = (
+            name,
+            len(chosen),
+            f"{holds} ({100 * holds / len(chosen):.1f} %)",
+            false_slower(chosen),
+            f"{100 * median([trial.half_width for trial in chosen]):.2f} %",
+            f"{median([trial.pairs for trial in chosen]):.0f}",
+            f"+-{100 * spread([trial.estimate for trial in chosen]):.2f} %",
+            f"+-{100 * spread([trial.sequential for trial in chosen]):.2f} %",
         )
+        lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
 
@@ -91,13 +88,15 @@ def spread(ratios: list[float]) -> float:
 
 def false_slower(trials: list[Trial]) -> int:
     """Trials that the gate would have called slower at the margin."""
-    from pytest_klineage.records import Interval
-
     found = (standing(Interval(t.estimate, t.low, t.high), at_least=1.0, margin=MARGIN) for t in trials)
     return sum(place is Standing.SLOWER for place in found)
 
 
-def test_a_a(request: pytest.FixtureRequest, publish: Publish) -> None:
+def test_a_a(
+    request: pytest.FixtureRequest,
+    publish: Callable[[str, str, list[Trial]], None],
+    expert_source: Callable[[str], KernelSource],
+) -> None:
     """95 % of the intervals hold 1.0, no trial is called slower, the median half-width is 2 % at most."""
     count = request.config.getoption("--trials") // len(OPERATORS)
     reporter = request.config.pluginmanager.getplugin("terminalreporter")

@@ -35,7 +35,10 @@ def test_version() -> None:
     [
         ((), "the following arguments are required: COMMAND"),
         (("dcotor",), "invalid choice: 'dcotor'"),
-        (("report", "nowhere"), "pytest-klineage: nowhere is not a run: nowhere is not there\n"),
+        (
+            ("report", "nowhere"),
+            "pytest-klineage: nowhere is not there; give a run's directory, its records.jsonl, or: latest\n",
+        ),
         (("report", "latest"), "pytest-klineage: there is no run in results/runs; give the run's directory\n"),
         (("schema", "verdit"), "pytest-klineage: unknown record 'verdit'. Did you mean 'verdict'? Valid: case,"),
     ],
@@ -104,6 +107,18 @@ def test_cases_lists_operators_and_shapes(capsys: pytest.CaptureFixture[str]) ->
         assert line in text
 
 
+def test_cases_lists_what_a_kernel_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cases"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "    inputs:  a[1024,1024] fp32, b[1024,1024] fp32\n    outputs: c[1024,1024] fp32\n    scalars: none\n",
+        "    outputs: values[64,512] fp32, indices[64,512] int64\n",
+        "    scalars: scale = 0.125, causal = 0\n",
+        "    inputs with initial_state=True, also: state0[12,64,64] fp32\n",
+    ):
+        assert line in text
+
+
 def test_doctor_says_what_this_machine_can_run(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["doctor"])
     text = capsys.readouterr().out
@@ -123,6 +138,16 @@ def test_doctor_finds_a_missing_compiler(
     assert "MISSING  C++ compiler" in text
     assert "try: apt-get install g++" in text
     assert "The cpu platform cannot run: C++ compiler" in text
+
+
+def test_doctor_names_a_cxx_that_does_not_exist(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "MISSING  C++ compiler" in text
+    assert "the C++ compiler that CXX names, 'no-such-compiler', is missing" in text
 
 
 def test_doctor_finds_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_an_unknown_platform_names_the_known(pytestconfig: pytest.Config) -> Non
     assert "Valid: auto, cpu, sm120, sm90." in done.stderr
 
 
-def test_a_platform_without_kernels_is_skipped_with_the_reason(pytestconfig: pytest.Config) -> None:
-    done = main_tier(pytestconfig, "--platform", "sm120", "-rs")
-    assert done.returncode == pytest.ExitCode.OK
-    assert "experts/gemm has no 'expert' kernel for sm120" in done.stdout
+def test_a_platform_that_is_not_judged_yet_stops_at_once(pytestconfig: pytest.Config) -> None:
+    done = main_tier(pytestconfig, "--platform", "sm120")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: platform sm120: this version judges on cpu only; valid: auto, cpu" in done.stderr

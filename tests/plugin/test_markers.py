@@ -8,7 +8,9 @@ import pytest
 
 TYPOS = {
     "operator": ('(8, 8, 8), "fp32", op="gem"', "*unknown operator 'gem'. Did you mean 'gemm'? Valid: conv2d, *topk."),
-    "no operator": ('(8, 8, 8), "fp32"', "*kernel_case*missing*'op'*"),
+    "no operator": ('(8, 8, 8), "fp32"', "*kernel_case needs op=, the operator: one of conv2d, fmha, gdn, gemm, topk"),
+    "operator of another type": ('(8, 8, 8), "fp32", op=["gemm"]', "*unknown operator *gemm*"),
+    "reference of another type": ('(8, 8, 8), "fp32", ref=["torch"], op="gemm"', "*unknown reference *torch*"),
     "dtype": ('(8, 8, 8), "f32", op="gemm"', "*unknown dtype for gemm 'f32'. *Valid: *fp32*"),
     "reference": ('(8, 8, 8), "fp32", ref="cublass", op="gemm"', "*unknown reference 'cublass'. *Valid: torch*"),
     "argument": (
@@ -24,7 +26,12 @@ TYPOS = {
     "size": ('(8, 8, 0), "fp32", op="gemm"', "*must be a positive integer, got 0*"),
     "shape": ('8, "fp32", op="gemm"', "*a shape is a sequence of sizes or a dict by axis name, got 8*"),
     "also": ('(8, 8, 8), "fp32", op="gemm", also=[(8, 8)]', "*gemm has 3 axes*"),
-    "at_least": ('(8, 8, 8), "fp32", op="gemm", at_least=0', "*at_least must be positive*"),
+    "also, one shape": ('(8, 8, 8), "fp32", op="gemm", also=(8, 8, 8)', "*a shape is a sequence of sizes *got 8*"),
+    "also, a number": ('(8, 8, 8), "fp32", op="gemm", also=8', "*also= is a list of shapes, *got 8*"),
+    "at_least": ('(8, 8, 8), "fp32", op="gemm", at_least=0', "*at_least must be a positive number, got 0*"),
+    "at_least as text": ('(8, 8, 8), "fp32", op="gemm", at_least="2"', "*at_least must be a positive number, got '2'*"),
+    "at_least is a flag": ('(8, 8, 8), "fp32", op="gemm", at_least=True', "*positive number, got True*"),
+    "at_least is NaN": ('(8, 8, 8), "fp32", op="gemm", at_least=float("nan")', "*positive number, got nan*"),
     "library": ('(8, 8, 8), "fp32", op="gemm", library="forbit"', "*library*forbit*forbid*"),
 }
 
@@ -48,6 +55,26 @@ def test_a_typo_is_found_at_collection(kernels: Path, pytester: pytest.Pytester,
     result.stdout.no_fnmatch_line("*Traceback*")
     assert not (kernels / "cache").exists()
     assert not (kernels / "results").exists()
+
+
+@pytest.mark.parametrize("arguments", ['(8, 8, 8), "fp32"', '(8, 8, 8), "fp32", op="gemm", also=8'])
+def test_the_decorator_leaves_mistakes_to_collection(pytester: pytest.Pytester, arguments: str) -> None:
+    pytester.makepyfile(
+        f"""
+        from pytest_klineage import kernel_case
+
+        @kernel_case({arguments})
+        def test_kernel(kernel_gate):
+            pass
+        """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*::test_kernel: *op=, the operator: one of *" if "op" not in arguments else "*also=*"]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*markers.py*")
 
 
 def test_a_typo_is_found_by_workers_as_well(kernels: Path, pytester: pytest.Pytester) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_value, read_settings
+from pytest_klineage.plugin.session import KlineageSession
 
 SAMPLES: dict[str, tuple[str, Any]] = {
     "platform": ("cpu", "cpu"),
@@ -18,16 +19,20 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "precision": ("0.02", 0.02),
     "confidence": ("0.9", 0.9),
     "time-limit": ("3.5", 3.5),
+    "busy-limit": ("0.5", 0.5),
+    "seed": ("monday", "monday"),
     "seeds": ("7", 7),
     "threads": ("1", 1),
     "cache-dir": ("some/cache", "some/cache"),
     "results": ("some/results", "some/results"),
     "run": ("trial", "trial"),
     "build-timeout": ("60", 60.0),
+    "load-timeout": ("90", 90.0),
     "run-timeout": ("5", 5.0),
     "method": ("naive", ["naive"]),
     "progress": ("off", "off"),
     "json": ("out.json", "out.json"),
+    "fail-skipped": ("true", True),
 }
 BAD = {
     "mode": ("strict", "'strict' is not one of: gate, record"),
@@ -59,7 +64,8 @@ def test_command_line_and_ini(pytester: pytest.Pytester, name: str) -> None:
     text, value = SAMPLES[name]
     option = named(name)
     assert option_value(pytester.parseconfig(), option) is None
-    assert option_value(pytester.parseconfig(f"{option.flag}={text}"), option) == value
+    given = f"{option.flag}={text}" if option.metavar else option.flag
+    assert option_value(pytester.parseconfig(given), option) == value
     pytester.makeini(f"[pytest]\n{option.key} = {text}\n")
     assert option_value(pytester.parseconfig(), option) == value
 
@@ -93,6 +99,15 @@ def test_defaults_leave_the_gates_own_alone(pytester: pytest.Pytester) -> None:
         "auto",
     )
     assert settings.results == pytester.path / "results"
+
+
+def test_an_option_without_a_value_has_an_ini_twin_that_says_yes_or_no(pytester: pytest.Pytester) -> None:
+    pytester.makeini("[pytest]\nklineage_fail_skipped = no\n")
+    assert not read_settings(pytester.parseconfig()).fail_skipped
+    assert read_settings(pytester.parseconfig("--klineage-fail-skipped")).fail_skipped
+    pytester.makeini("[pytest]\nklineage_fail_skipped = perhaps\n")
+    with pytest.raises(pytest.UsageError, match="'perhaps' is not one of: true, false"):
+        pytester.parseconfig()
 
 
 def test_every_setting_of_the_gate_is_one() -> None:
@@ -135,6 +150,28 @@ def test_an_unknown_name_is_a_usage_error_before_collection(pytester: pytest.Pyt
     result.stdout.no_fnmatch_line("*collected*")
 
 
+@pytest.mark.parametrize("name", ["sm90", "sm120"])
+def test_a_platform_that_is_not_judged_yet_is_a_usage_error_before_collection(
+    pytester: pytest.Pytester, name: str
+) -> None:
+    pytester.makepyfile("raise SystemExit('collected')")
+    message = f"ERROR: platform {name}: this version judges on cpu only; valid: auto, cpu"
+    result = pytester.runpytest(f"--klineage-platform={name}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([message])
+    result.stdout.no_fnmatch_line("*collected*")
+    pytester.makeini(f"[pytest]\nklineage_platform = {name}\n")
+    pytester.runpytest().stderr.fnmatch_lines([message])
+
+
+def test_a_gpu_in_the_machine_does_not_stop_kernels_for_the_cpu(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pytest_klineage.gate.devices.compute_capability", lambda: "9.0")
+    for arguments in ((), ("--klineage-platform=auto",)):
+        assert KlineageSession(pytester.parseconfig(*arguments)).platform == "cpu"
+
+
 def test_values_that_the_gate_refuses_are_usage_errors(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("--klineage-confidence=0.2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -144,6 +181,8 @@ def test_values_that_the_gate_refuses_are_usage_errors(pytester: pytest.Pytester
 def test_the_header_shows_what_was_asked_for(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("--klineage-platform=cpu", "--klineage-mode=record", "--klineage-policy=paper")
     result.stdout.fnmatch_lines(["klineage: platform=cpu mode=record policy=paper"])
+    result = pytester.runpytest("--klineage-platform=cpu", "--klineage-seed=monday")
+    result.stdout.fnmatch_lines(["klineage: platform=cpu mode=gate seed=monday"])
 
 
 def test_the_header_says_that_workers_show_no_progress(pytester: pytest.Pytester) -> None:

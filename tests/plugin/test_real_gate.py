@@ -55,7 +55,7 @@ MESSAGES = [
     "kernel 'crash' is not accepted on gemm-24x16x8-fp32: runtime error",
     "  runtime_error.crash: *",
     "klineage: the kernel source *nowhere.cpp cannot be read: No such file or directory",
-    "klineage: good.f90: the suffix says no surface; pass surface= one of cpp*",
+    "klineage: good.f90: the suffix says no surface; pass surface= one of cpp*package.module:function*",
     "klineage: this test has no kernel_case marker; add one, or pass case= to kernel_gate",
 ]
 STATUSES = {
@@ -128,6 +128,44 @@ def test_a_python_kernel_by_its_import_path(kernels: Path, pytester: pytest.Pyte
     result = pytester.runpytest_subprocess(*quick)
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["  wrapper.*"])
+
+
+RAISES = "def run(a, b):\n    return halve(a)\n\n\ndef halve(a):\n    raise ValueError('not today')\n"
+
+
+def test_python_kernels_that_cannot_run_say_why(
+    kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...]
+) -> None:
+    (kernels / "raises.py").write_text(RAISES)
+    (kernels / "wrap.py").write_text("def run(a, b):\n    return a @ b\n")
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_klineage import kernel_case
+
+        @kernel_case((24, 16, 8), "fp32", op="gemm", at_least=0.0001, library="allow")
+        @pytest.mark.parametrize("kernel", ["raises.py", "nomodule:f", "wrap:walk", "wrap:run", "kernel.cu"])
+        def test_kernel(kernel_gate, kernel):
+            kernel_gate(kernel)
+        """
+    )
+    result = pytester.runpytest_subprocess(*quick)
+    result.assert_outcomes(passed=1, failed=4)
+    first = ["  runtime_error.exception: ValueError: not today", "    at kernel.py, line 2, in run: return halve(a)"]
+    result.stdout.fnmatch_lines([*first, "    at kernel.py, line 6, in halve: raise ValueError(*", "  next: *"])
+    result.stdout.fnmatch_lines(
+        ["gemm-24x16x8-fp32 raises: runtime_error.exception: ValueError: not today (kernel.py,*"]
+    )
+    result.stdout.fnmatch_lines(
+        ["  runtime_error.exception: No module named 'nomodule': *", "  next: install it, or *"]
+    )
+    result.stdout.fnmatch_lines(["  build_error.entry_missing: *'walk'*", "  next: define the function *"])
+    result.stdout.fnmatch_lines(
+        ["klineage: cuda kernels cannot be judged by this version yet; valid here: cpp, python"]
+    )
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*calls.py*")
+    result.stdout.no_fnmatch_line('*extern "C"*')
 
 
 def test_an_unwritable_cache_is_told_as_what_it_is(

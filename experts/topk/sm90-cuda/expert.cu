@@ -1,29 +1,25 @@
-// Exact top-k of every row of an fp32 matrix, for NVIDIA Hopper (sm_90a): values fp32, indices int64, any order inside a row.
+// Exact top-k of every row of an fp32 matrix, for NVIDIA Hopper (sm_90a): values fp32, indices int64, any order inside a row,
+// any choice among equal values. Written for 64 rows of 4,096 columns and k = 512; right for up to 16,384 columns and k <= 1,024.
+//
+// Floor: 1.44 MB through 4.27 TB/s are 0.34 us; an (almost) empty kernel measures 3.5 us. So latency counts, not bandwidth.
+// One block per row, one launch, one read of the row; the keys stay in registers as order-reversed codes.
+//   1. radix_select, wide_digit: the first 12 bits of the codes are counted in 4,096 bins of shared memory; every warp sums a
+//      slice of the bins, and the warp whose slice holds the k-th code searches it with one shuffle scan.
+//   2. block_scan: every key below that bin is a winner; places come from one scan over lanes and warps, without atomics.
+//   3. staged_output: winners go to shared memory first and then to the output, by consecutive threads.
+//   4. rank_select: the keys of the bin itself (about 96 of 4,096 normally distributed ones) are ranked by comparing each with
+//      all; only when there are more than 512 of them does another digit narrow the bin.
+// NaNs are ordered by their bits: above +inf when the sign is clear, below -inf otherwise.
+// Measured on an H200 against flashinfer.top_k: see NOTES.md.
 #include <cuda_runtime.h>
 
 #include "klineage.h"
 
-#ifndef TOPK_THREADS
-#define TOPK_THREADS 1024
-#endif
-#ifndef TOPK_BITS
-#define TOPK_BITS 12
-#endif
-#ifndef TOPK_RANK_MAX
-#define TOPK_RANK_MAX 512
-#endif
-#ifndef TOPK_RANK_LANES
-#define TOPK_RANK_LANES 4
-#endif
-#ifndef TOPK_PDL
-#define TOPK_PDL 0
-#endif
-
 namespace {
 
-constexpr int kBits = TOPK_BITS;             // bits of one radix digit
+constexpr int kBits = 12;  // bits of one radix digit
 constexpr int kBins = 1 << kBits;
-constexpr int kRankMax = TOPK_RANK_MAX;      // candidates that are ranked by comparison instead of another digit
+constexpr int kRankMax = 512;  // up to so many candidates are ranked by comparison instead of another digit
 constexpr unsigned kFull = 0xffffffffu;
 
 // Order-reversing bijection from floats to unsigned integers: a larger float has a smaller code.
@@ -98,9 +94,6 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
                                                         long long x_stride, long long values_stride,
                                                         long long indices_stride) {
     __shared__ Shared s;
-#if TOPK_PDL
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     x += blockIdx.x * x_stride;
     values += blockIdx.x * values_stride;
@@ -196,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
     if (!rank) return;
 
     // kLanes lanes per candidate: its rank is the number of smaller keys, and its place in the output.
-    constexpr int kLanes = TOPK_RANK_LANES;
+    constexpr int kLanes = 4;
     for (int c = thread / kLanes; c < (t.count + 31) / 32 * 32; c += kThreads / kLanes) {
         const unsigned key = s.candidate_key[min(c, t.count)];
         int before = 0;
@@ -216,24 +209,12 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
 }
 
 template <int kThreads, int kKeys>
-cudaError_t launch(bool vector, int rows, int columns, int k, const klineage_tensor &x, const klineage_tensor &values,
-                   const klineage_tensor &indices, cudaStream_t stream) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(rows);
-    config.blockDim = dim3(kThreads);
-    config.stream = stream;
-#if TOPK_PDL
-    cudaLaunchAttribute attribute;
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-#endif
+void launch(bool vector, int rows, int columns, int k, const klineage_tensor &x, const klineage_tensor &values,
+            const klineage_tensor &indices, cudaStream_t stream) {
     const auto kernel = vector ? topk_kernel<kThreads, kKeys, true> : topk_kernel<kThreads, kKeys, false>;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<const float *>(x.data), static_cast<float *>(values.data),
-                              static_cast<long long *>(indices.data), columns, k,
-                              static_cast<long long>(x.stride[0]), static_cast<long long>(values.stride[0]),
-                              static_cast<long long>(indices.stride[0]));
+    kernel<<<rows, kThreads, 0, stream>>>(static_cast<const float *>(x.data), static_cast<float *>(values.data),
+                                          static_cast<long long *>(indices.data), columns, k, x.stride[0],
+                                          values.stride[0], indices.stride[0]);
 }
 
 }  // namespace
@@ -256,13 +237,13 @@ extern "C" int run(const klineage_call *call) {
 
     const bool vector = columns % 4 == 0 && x.stride[0] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
     const auto stream = static_cast<cudaStream_t>(call->stream);
-    cudaError_t status;
     if (columns <= 4096)
-        status = launch<TOPK_THREADS, 4096 / TOPK_THREADS>(vector, rows, columns, k, x, values, indices, stream);
+        launch<1024, 4096 / 1024>(vector, rows, columns, k, x, values, indices, stream);
     else if (columns <= 8192)
-        status = launch<512, 16>(vector, rows, columns, k, x, values, indices, stream);
+        launch<512, 16>(vector, rows, columns, k, x, values, indices, stream);
     else
-        status = launch<512, 32>(vector, rows, columns, k, x, values, indices, stream);
+        launch<512, 32>(vector, rows, columns, k, x, values, indices, stream);
+    const cudaError_t status = cudaGetLastError();
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }

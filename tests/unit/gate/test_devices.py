@@ -183,7 +183,11 @@ def test_builders_share_the_lock_and_keep_a_timing_waiting() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(0.3)
         together = subprocess.run(
-            [sys.executable, "-c", WAIT_FOR_LOCK, device, "shared"], input="\n", capture_output=True, text=True, timeout=30
+            [sys.executable, "-c", WAIT_FOR_LOCK, device, "shared"],
+            input="\n",
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
         assert together.stdout == "asking\ntiming\n"
     assert waiting.stdout.readline() == "timing\n"
@@ -201,3 +205,44 @@ def test_only_what_others_use_is_foreign_load() -> None:
     foreign = meter.foreign_share()
     cores = os.cpu_count() or 1
     assert foreign >= 0.3 / cores
+
+
+SUMS = "sum(range(3_000_000))"
+
+
+def test_the_work_of_this_process_and_its_children_is_its_own() -> None:
+    before = devices.family_ticks(os.getpid())
+    subprocess.run([sys.executable, "-c", SUMS], check=True)
+    while devices.family_ticks(os.getpid()) == before:
+        sum(range(100_000))
+    assert devices.family_ticks(os.getpid()) > before
+
+
+def test_the_work_of_a_living_child_counts_too() -> None:
+    with waiting_forever() as child:
+        before = devices.family_ticks(os.getpid())
+        while devices.family_ticks(child.pid) == 0:
+            pass
+        assert devices.family_ticks(os.getpid()) > before
+        child.kill()
+
+
+def waiting_forever() -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", f"while True: {SUMS}"])
+
+
+def test_the_machine_has_worked_at_least_as_much_as_this_process() -> None:
+    assert devices.machine_ticks() >= devices.family_ticks(os.getpid()) > 0
+
+
+def test_the_share_of_others_lies_between_none_and_all() -> None:
+    meter = devices.LoadMeter()
+    assert 0.0 <= meter.foreign_share() <= 1.0
+    sum(range(1_000_000))
+    assert 0.0 <= meter.foreign_share() <= 1.0
+
+
+def test_a_process_that_is_gone_has_used_nothing() -> None:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    assert devices.family_ticks(child.pid) == 0

@@ -409,3 +409,12 @@ class TestOurFaults:
     def test_an_operator_that_the_oracle_does_not_know_is_misuse(self, gate: Gate, case: Case, cpp: Cpp) -> None:
         with pytest.raises(UsageError, match="unknown operator 'fft'"):
             gate.judge(msgspec.structs.replace(case(), operator="fft"), cpp(), reference_source=cpp())
+
+    def test_what_this_machine_lacks_makes_the_verdict_skipped(
+        self, judge: Judge, cpp: Cpp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", "")
+        verdict = judge(cpp(before="int new_build;"))
+        assert verdict.code is Code.SKIPPED_DEPENDENCY
+        assert "C++ compiler" in verdict.reasons[0].message

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.records import Code, Status, Verdict
+from pytest_klineage.records import Code, Interval, Reason, Status, Verdict
 from pytest_klineage.report.advice import BY_STATUS, next_step
+from pytest_klineage.report.aggregate import uncertain
 from pytest_klineage.report.tables import (
     WIDTH,
     markdown_report,
@@ -107,14 +109,65 @@ def test_notes_give_code_and_next_step(make_verdict: MakeVerdict) -> None:
     assert "accepted" not in text
 
 
+def test_notes_say_what_repeats_once_and_how_much_is_left(make_verdict: MakeVerdict) -> None:
+    def verdict(*messages: str) -> Verdict:
+        reasons = tuple(Reason(code=Code.OUT_OF_BOUNDS, message=message) for message in messages)
+        return msgspec.structs.replace(make_verdict(Code.OUT_OF_BOUNDS, None), reasons=reasons)
+
+    def note(*messages: str) -> str:
+        return " ".join(" ".join(note_lines([verdict(*messages)])).split()).partition(" next: ")[0]
+
+    head = "gemm-64x64x64-fp32 expert: wrong_value.out_of_bounds: "
+    assert note("beside c") == head + "beside c"
+    assert note(*["beside c"] * 7) == head + "beside c; and 6 more"
+    assert note("one", "two", "three", "four", "five") == head + "one; two; three; and 2 more"
+    assert note("word " * 200, "two", "three", "four").endswith(" ...; and 1 more")
+
+
+def test_a_speedup_that_says_little_is_marked_and_named(make_verdict: MakeVerdict) -> None:
+    def wide(factor: float, **fields: object) -> Verdict:
+        verdict = make_verdict(**fields)
+        timing = msgspec.structs.replace(verdict.timing, speedup=Interval(2.0, 1.0, factor))
+        return msgspec.structs.replace(verdict, timing=timing)
+
+    busy = make_verdict(Code.INCONCLUSIVE_BUSY, 2.0, operator="topk")
+    verdicts = [make_verdict(), wide(2.0), wide(2.1, operator="fmha"), busy, make_verdict(Code.REPLAY, 9.0)]
+    assert [uncertain(verdict) for verdict in verdicts] == [False, False, True, True, False]
+    assert [line.split()[5][0] for line in table_lines(verdicts)[2:]] == ["2", "2", "~", "~", "-"]
+    mean, *rest = summary_lines(verdicts)
+    assert mean == "geomean 2.00x over 4 of 5 scored"
+    assert " ".join(" ".join(rest).split()) == (
+        "~ 2 of 4 inconclusive (busy machine, or high/low above 2): "
+        "fmha-64x64x64-fp32 expert, topk-64x64x64-fp32 expert"
+    )
+    assert len([line for line in markdown_report(run_of(*verdicts)).splitlines() if line.startswith("**")]) == 2
+
+
 @pytest.mark.parametrize("status", list(Status))
 def test_every_status_has_a_next_step(status: Status) -> None:
     assert BY_STATUS[status]
 
 
 @pytest.mark.parametrize("code", list(Code))
-def test_every_code_has_a_next_step(code: Code) -> None:
-    assert next_step(code)
+@pytest.mark.parametrize("surface", ["cpp", "python"])
+def test_every_code_has_a_next_step(code: Code, surface: str, make_verdict: MakeVerdict) -> None:
+    assert next_step(make_verdict(code, None, surface=surface))
+
+
+@pytest.mark.parametrize(
+    ("surface", "said", "unsaid"), [("cpp", 'extern "C"', "top of"), ("python", "top of", "extern")]
+)
+def test_a_missing_entry_is_put_right_in_its_own_language(
+    surface: str, said: str, unsaid: str, make_verdict: MakeVerdict
+) -> None:
+    step = next_step(make_verdict(Code.ENTRY_MISSING, None, surface=surface))
+    assert said in step
+    assert unsaid not in step
+
+
+def test_a_missing_module_is_to_be_installed_or_given_as_a_file(make_verdict: MakeVerdict) -> None:
+    verdict = make_verdict(Code.EXCEPTION, None, surface="python", message="ModuleNotFoundError: No module named 'x'")
+    assert next_step(verdict).startswith("install it, or give the file")
 
 
 @pytest.mark.parametrize(

@@ -277,9 +277,16 @@ class TestCompiler:
         path = compiler("exit 0")
         assert find_compiler() == str(path)
 
-    def test_a_cxx_that_does_not_exist_is_passed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CXX", "no-such-compiler")
-        assert "no-such-compiler" not in find_compiler()
+    @pytest.mark.parametrize("name", ["no-such-compiler", "ccache g++"])
+    def test_a_cxx_that_does_not_exist_is_named(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", name)
+        with pytest.raises(MissingDependency, match=re.escape(f"CXX names, '{name}', is missing")):
+            find_compiler()
+
+    @pytest.mark.parametrize("name", ["", " "])
+    def test_an_empty_cxx_is_none(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", name)
+        assert find_compiler()
 
 
 @given(st.lists(st.text(max_size=4), max_size=4), st.lists(st.text(max_size=4), max_size=4))

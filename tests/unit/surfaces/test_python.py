@@ -113,9 +113,20 @@ def test_a_missing_function_of_a_module_names_the_module(tmp_path: Path, argumen
         call(source(entry="walk", module="torch"), tmp_path, arguments)
 
 
-def test_a_missing_module_is_an_import_error(tmp_path: Path, arguments: Arguments) -> None:
+@pytest.mark.parametrize("module", ["tile_language_of_tomorrow", "tile_language_of_tomorrow.ops"])
+def test_a_missing_module_says_where_it_was_looked_for(module: str, tmp_path: Path, arguments: Arguments) -> None:
+    with pytest.raises(SurfaceFailure, match=r"^No module named 'tile_language_of_tomorrow': .*PYTHONPATH") as caught:
+        call(source(module=module), tmp_path, arguments)
+    assert caught.value.code is Code.EXCEPTION
+
+
+def test_what_a_module_fails_to_import_is_its_own_error(
+    tmp_path: Path, arguments: Arguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_another.py").write_text("import tile_language_of_tomorrow\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="tile_language_of_tomorrow"):
-        call(source(module="tile_language_of_tomorrow"), tmp_path, arguments)
+        call(source(module="needs_another"), tmp_path / "cache", arguments)
 
 
 @pytest.mark.parametrize("text", ["def run(:\n", "x = \x00", "  x = 1\n y = 2", "(" * 500, "-" * 100_000 + "1"])

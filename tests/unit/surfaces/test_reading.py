@@ -56,7 +56,9 @@ def test_where_a_file_comes_from_does_not_change_its_digest(tmp_path: Path) -> N
 
 def test_an_unknown_suffix_is_refused_with_the_surfaces(tmp_path: Path) -> None:
     (tmp_path / "tile.txt").write_text("")
-    with pytest.raises(UsageError, match=r"tile\.txt: the suffix says no surface.*cpp.*python"):
+    with pytest.raises(
+        UsageError, match=r"tile\.txt: the suffix says no surface.*cpp.*python.*package\.module:function"
+    ):
         read_source(tmp_path / "tile.txt")
 
 
@@ -65,6 +67,15 @@ def test_an_unknown_surface_is_refused_with_the_surfaces(tmp_path: Path) -> None
         read_source(tmp_path / "tile.cpp", surface="fortran")
     with pytest.raises(UnknownName, match="Valid: cpp, python"):
         surface_backend("fortran")
+
+
+def test_a_surface_that_cannot_be_built_yet_is_told_as_that(tmp_path: Path) -> None:
+    (tmp_path / "tile.cu").write_text("")
+    message = "cuda kernels cannot be judged by this version yet; valid here: cpp, python"
+    with pytest.raises(UsageError, match=message):
+        read_source(tmp_path / "tile.cu")
+    with pytest.raises(UsageError, match=message.replace("cuda", "triton")):
+        surface_backend("triton")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

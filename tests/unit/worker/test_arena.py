@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -131,6 +132,12 @@ def test_the_pattern_of_the_guard_bands_cannot_be_foreseen(arena: SharedArena) -
     assert arena.pattern != other.pattern
     assert len(set(arena.pattern)) > 100
     other.close()
+
+
+def test_nobody_can_change_the_size_of_the_memory(arena: SharedArena) -> None:
+    for size in (0, arena.arena.num_bytes - 1, arena.arena.num_bytes + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
 
 
 def test_views_have_the_shape_and_strides_of_their_spec(arena: SharedArena) -> None:

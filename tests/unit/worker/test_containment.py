@@ -159,6 +159,65 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     assert answers["all"][0] == "OSError"
 
 
+def test_after_freezing_no_file_becomes_code_and_what_is_loaded_still_runs(tmp_path: Path) -> None:
+    script = (
+        "import ctypes, mmap, threading\n"
+        "libm = ctypes.CDLL('libm.so.6')\n"
+        "libm.cos.restype = ctypes.c_double\n"
+        "def map(rights, fd):\n"
+        "    kind = mmap.MAP_PRIVATE | (mmap.MAP_ANONYMOUS if fd < 0 else 0)\n"
+        "    mmap.mmap(fd, 4096, flags=kind, prot=rights).close()\n"
+        "report += containment.freeze_code()\n"
+        "open('kernel.so', 'wb').write(bytes(4096))\n"
+        "fd = os.open('kernel.so', os.O_RDWR)\n"
+        "attempt('file as code', lambda: map(mmap.PROT_READ | mmap.PROT_EXEC, fd))\n"
+        "attempt('file as data', lambda: map(mmap.PROT_READ, fd))\n"
+        "attempt('memory', lambda: map(mmap.PROT_READ | mmap.PROT_WRITE, -1))\n"
+        "attempt('loaded', lambda: libm.cos(ctypes.c_double(0.0)))\n"
+        "thread = threading.Thread(target=attempt, args=('thread', int))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+    )
+    report, answers = contained(tmp_path, script)
+    if "frozen-code" not in report:
+        pytest.skip("this machine has no seccomp")
+    assert answers.pop("file as code")[0] == "PermissionError"
+    assert {name: answer[0] for name, answer in answers.items()} == dict.fromkeys(
+        ("file as data", "memory", "loaded", "thread"), "done"
+    )
+
+
+def test_root_keeps_no_capability(tmp_path: Path) -> None:
+    script = (
+        "report += containment.drop_capabilities()\n"
+        "attempt('device', lambda: os.mknod('device', 0o600 | 0o020000, os.makedev(1, 3)))\n"
+        "attempt('file', lambda: open('scratch', 'w').write('x'))\n"
+    )
+    report, answers = contained(tmp_path, script)
+    assert "capabilities" in report
+    assert answers["device"][0] == "PermissionError"
+    assert answers["file"][0] == "done"
+
+
+def test_a_process_that_was_given_fewer_cores_cannot_take_more(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this machine has one core")
+    script = (
+        "every = os.sched_getaffinity(0)\n"
+        "attempt('fewer', lambda: containment.limit_cores(1))\n"
+        "attempt('count', lambda: len(os.sched_getaffinity(0)))\n"
+        "attempt('again', lambda: containment.limit_cores(1))\n"
+        "containment.filter_calls(allow_processes=False, allow_cores=False)\n"
+        "attempt('all', lambda: os.sched_setaffinity(0, every))\n"
+        "attempt('compute', lambda: sum(range(10)))\n"
+    )
+    report, answers = contained(tmp_path, script)
+    assert [answers[name][1] for name in ("fewer", "count", "again")] == ["True", "1", "False"]
+    if "seccomp" in report:
+        assert answers["all"][0] == "PermissionError"
+    assert answers["compute"][0] == "done"
+
+
 def test_private_namespaces_hide_the_machines_processes_and_network(tmp_path: Path) -> None:
     script = (
         "import json, os\n"

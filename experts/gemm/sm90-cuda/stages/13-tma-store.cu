@@ -185,7 +185,7 @@ gemm(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensor
         if (tid % 128 < kCluster) barrier_arrive_at(empty + 8 * ((s + kStages - 1) % kStages), tid % 128);
         store_tile(sum, &map_c, staging + group * 2 * kBoxBytes, row0, col0 / 64);
     }
-    if (tid < 256) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (tid < 256) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     __syncwarp();
     cluster_sync();  // nobody leaves while a peer may still signal its barriers
 }
