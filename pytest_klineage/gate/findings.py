@@ -16,6 +16,8 @@ from pytest_klineage.records.messages import Ended, Opened
 CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
 """The trusted clock may exceed the worker's, beyond what it does for the reference, by this share, by this much, or by
 so many allowed gaps: a kernel that pins its thread answers later than others without any lie."""
+CLOCK_PAIRS = 20
+"""With fewer pairs a quartile is chance: then a kernel must hide as much as it reports before that is held against it."""
 CLOCK_QUANTILE, CLOCK_MEDIANS = 0.9, 2.0
 """A gap is allowed up to this quantile of the reference's, or so many of its medians: on a busy machine the quantile is
 as long as a time slice, and a whole kernel would hide in it."""
@@ -99,7 +101,8 @@ def clock_reason(samples: Samples) -> Reason | None:
     """
     clocks, own = clocks_of(samples), median(samples.candidate)
     excess = quantile(sorted(clocks.candidate_gaps), 0.25) - clocks.allowed_ms
-    if excess <= max(CLOCK_SHARE * own, CLOCK_FLOOR_MS, CLOCK_GAPS * clocks.allowed_ms):
+    share = CLOCK_SHARE if len(samples.candidate) >= CLOCK_PAIRS else 1.0
+    if excess <= max(share * own, CLOCK_FLOOR_MS, CLOCK_GAPS * clocks.allowed_ms):
         return None
     return Reason(
         code=Code.CLOCK,

@@ -61,12 +61,15 @@ def in_one_line(reasons: Sequence[Reason], limit: int | None = None) -> str:
     parts: list[str] = []
     for index, reason in enumerate(chosen):
         same = index > 0 and chosen[index - 1].code is reason.code
-        say = told(reason.message)
-        parts.append(("" if same else f"{reason.code.value}: ") + say.line + (f" ({say.where})" if say.where else ""))
+        parts.append(("" if same else f"{reason.code.value}: ") + _shortest(told(reason.message)))
     text = "; ".join(parts)
     if limit is not None:
         text = textwrap.shorten(text, limit, placeholder=" ...")
     return f"{text}; and {left} more" if left else text
+
+
+def _shortest(say: Told) -> str:
+    return f"{say.line} ({say.where})" if say.where else " ".join([say.line, *say.details])
 
 
 def _place(found: re.Match[str]) -> str:

@@ -37,7 +37,9 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 COMMANDS = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage"], "python": []}
-QUICK = "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 -p no:cacheprovider"
+QUICK = (
+    "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider"
+)
 """Examples are about what happens, not about precise figures."""
 EXAMPLE_LIMIT_S = 180
 MACHINE = re.compile(
@@ -199,7 +201,7 @@ def test_options_are_those_of_pytest_help(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_an_option_is_documented_as_it_is(option: Any) -> None:
     row = next(row for row in table(page("reference/options.md")) if code(row[0])[0].split()[0] == option.flag)
-    assert code(row[0])[0] == f"{option.flag} {option.metavar}"
+    assert code(row[0])[0] == f"{option.flag} {option.metavar}".rstrip()
     assert code(row[1]) == [option.key]
     if stated := re.search(r"\(default: ([\w.]+)[,)]", option.help):
         assert code(row[2]) == [stated.group(1)]

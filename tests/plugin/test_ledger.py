@@ -114,31 +114,69 @@ def test_a_skip_fails_where_that_is_asked_for(fake_gate: Path, pytester: pytest.
     pytester.runpytest("--klineage-fail-skipped", "--klineage-mode=record").assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize(
-    ("raised", "lines"),
-    [
-        (
-            "HarnessError('the template process ended. It printed: Traceback (most recent call last):\\n'"
-            "'  File \"/x/pytest_klineage/worker/template.py\", line 3, in serve\\n    spawn()\\nOSError: no more processes')",
-            ["klineage: the harness failed, which says nothing about the kernel: OSError: no more processes",
-             "    the template process ended. It printed: Traceback (most recent call last):"],
-        ),
-        (
-            "HarnessError('the oracle could not open the case')",
-            ["klineage: the harness failed, which says nothing about the kernel: the oracle could not open the case"],
-        ),
-    ],
-)  # fmt: skip
-def test_a_fault_of_the_harness_says_the_useful_line_first(
-    fake_gate: Path, pytester: pytest.Pytester, raised: str, lines: list[str]
+@pytest.mark.parametrize("folder", [".", "tests"], ids=["beside-the-test", "in-the-root-directory"])
+def test_a_module_that_is_a_file_of_the_project_is_read_as_one(
+    fake_gate: Path, pytester: pytest.Pytester, folder: str
 ) -> None:
-    text = (fake_gate / "conftest.py").read_text().replace(
-        "        _, code", f"        from pytest_klineage import HarnessError\n        raise {raised}\n        _, code", 1
-    )  # fmt: skip
+    (fake_gate / "wrap.py").write_text("# accepted.faster 2.0\n")
+    (fake_gate / folder).mkdir(exist_ok=True)
+    (fake_gate / folder / "test_wrap.py").write_text(
+        "from pytest_klineage import kernel_case\n\n"
+        "@kernel_case((8, 8, 8), 'fp32', op='gemm')\n"
+        "def test_kernel(kernel_gate):\n"
+        "    assert kernel_gate('wrap:run').label == 'wrap:run'\n"
+        "    assert kernel_gate('wrap:run', label='mine').label == 'mine'\n"
+    )
+    pytester.runpytest(f"--rootdir={fake_gate}", folder, "--import-mode=importlib").assert_outcomes(passed=1)
+
+
+def test_one_name_where_several_belong_is_said(fake_gate: Path, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+        from pytest_klineage import kernel_case
+
+        @kernel_case((8, 8, 8), "fp32", op="gemm")
+        @pytest.mark.parametrize("wrong", [{"also": "tile.h"}, {"flags": "-O3"}], ids=["also", "flags"])
+        def test_kernel(kernel_gate, wrong):
+            kernel_gate("fast.cpp", **wrong)
+        """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=2)
+    result.stdout.fnmatch_lines(["klineage: also= is a sequence of files, got 'tile.h'"])
+    result.stdout.fnmatch_lines(["klineage: flags= is a sequence of strings, got the string '-O3'"])
+
+
+SAYS_NOTHING = "klineage: the harness failed, which says nothing about the kernel: "
+FAULTS = {
+    "the oracle could not open the case": [f"{SAYS_NOTHING}the oracle could not open the case"],
+    """the template ended. It printed: Traceback (most recent call last):
+  File "/x/pytest_klineage/worker/template.py", line 3, in serve
+    spawn()
+OSError: no more processes
+""": [
+        f"{SAYS_NOTHING}OSError: no more processes",
+        "    the template ended. It printed: Traceback (most recent call last):",
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=["sentence", "traceback"])
+def test_a_fault_of_the_harness_says_the_useful_line_first(
+    fake_gate: Path, pytester: pytest.Pytester, fault: str
+) -> None:
+    raising = "from pytest_klineage import HarnessError\n        raise HarnessError(open('fault').read())"
+    text = (
+        (fake_gate / "conftest.py")
+        .read_text()
+        .replace("_, code, *speedup =", f"{raising}\n        _, code, *speedup =")
+    )
     (fake_gate / "conftest.py").write_text(text)
+    (fake_gate / "fault").write_text(fault)
     pytester.makepyfile(SUITE)
     result = pytester.runpytest("-k", "fast")
-    result.stdout.fnmatch_lines(lines, consecutive=True)
+    result.stdout.fnmatch_lines(FAULTS[fault], consecutive=True)
 
 
 def test_a_worker_that_crashes_keeps_what_was_recorded(fake_gate: Path, pytester: pytest.Pytester) -> None:

@@ -107,7 +107,7 @@ def test_an_option_without_a_value_has_an_ini_twin_that_says_yes_or_no(pytester:
     assert read_settings(pytester.parseconfig("--klineage-fail-skipped")).fail_skipped
     pytester.makeini("[pytest]\nklineage_fail_skipped = perhaps\n")
     with pytest.raises(pytest.UsageError, match="'perhaps' is not one of: true, false"):
-        pytester.parseconfig()
+        read_settings(pytester.parseconfig())
 
 
 def test_every_setting_of_the_gate_is_one() -> None:

@@ -130,6 +130,21 @@ def test_a_python_kernel_by_its_import_path(kernels: Path, pytester: pytest.Pyte
     result.stdout.fnmatch_lines(["  wrapper.*"])
 
 
+def test_a_seed_brings_the_same_wrong_value_back(
+    kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...]
+) -> None:
+    test = f"{pytester.makepyfile(SUITE)}::test_bad[wrong]"
+    for name in ("first", "second"):
+        arguments = ("--klineage-seed=monday", f"--klineage-results={name}")
+        pytester.runpytest_subprocess(test, *quick, *arguments).assert_outcomes(failed=1)
+    first, second = (
+        [check.error for record in read_run(path).records for check in record.verdict.checks]
+        for path in sorted(kernels.glob("*/runs/*/records.jsonl"))
+    )
+    assert first == second
+    assert len(set(first)) > 1
+
+
 RAISES = "def run(a, b):\n    return halve(a)\n\n\ndef halve(a):\n    raise ValueError('not today')\n"
 
 

@@ -55,7 +55,9 @@ const char *refusal(const klineage_call *call) {
     if (call->num_inputs != 3 || call->num_outputs != 1) return "fmha reads q, k, v and writes o";
     for (const klineage_tensor *t : {&call->inputs[0], &call->inputs[1], &call->inputs[2], &call->outputs[0]}) {
         if (t->dtype != KLINEAGE_FLOAT16 || t->num_dims != 4 || t->shape[3] != kDim) return "fmha: fp16 [B,H,S,128] only";
-        if (t->stride[3] != 1 || t->stride[0] % 8 || t->stride[1] % 8 || t->stride[2] % 8) return "fmha: rows must be 16-byte aligned";
+        if (t->stride[3] != 1 || t->stride[0] % 8 || t->stride[1] % 8 || t->stride[2] % 8 || reinterpret_cast<uintptr_t>(t->data) % 16)
+            return "fmha: rows must be contiguous and 16-byte aligned";
+        if (t->stride[0] <= 0 || t->stride[1] <= 0 || t->stride[2] <= 0) return "fmha: strides must be positive";
         for (int i = 0; i < 4; ++i)
             if (t->shape[i] != call->inputs[0].shape[i]) return "fmha: q, k, v and o must have one shape";
     }

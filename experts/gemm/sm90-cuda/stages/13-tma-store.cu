@@ -197,6 +197,8 @@ const char *refusal(const klineage_call *call) {
     for (const klineage_tensor *t : {&a, &b, &c})
         if (t->dtype != KLINEAGE_BFLOAT16 || t->num_dims != 2 || t->stride[1] != 1 || t->stride[0] != t->shape[1])
             return "gemm: contiguous row-major bf16 matrices only";
+    for (const klineage_tensor *t : {&a, &b, &c})
+        if (reinterpret_cast<uintptr_t>(t->data) % 16) return "gemm: matrices must be 16-byte aligned";
     if (b.shape[0] != a.shape[1] || c.shape[0] != a.shape[0] || c.shape[1] != b.shape[1]) return "gemm: shapes do not match";
     if (a.shape[0] % (kTileM * kCluster) || b.shape[1] % kTileN || a.shape[1] % kTileK) return "gemm: M and N must be multiples of 256, K of 64";
     return nullptr;
