@@ -20,6 +20,9 @@ LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
 PAPER_WARMUP, PAPER_REPS = 25, 100
+DO_BENCH_ESTIMATE = 5
+"""Calls from which the do_bench policy estimates how many fit into its time."""
+DO_BENCH_WARMUP_MS, DO_BENCH_REP_MS = 25.0, 100.0
 
 
 class Samples(msgspec.Struct, kw_only=True):
@@ -141,4 +144,37 @@ class Paper(Policy):
         )
 
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Paired(), Paper())}
+class DoBench(Policy):
+    """Counts from milliseconds, as triton.testing.do_bench takes them: 25 ms of warm-up, 100 ms of calls, the median.
+
+    One side after the other, so whatever drifts between them counts as a difference. Unlike Triton's, the estimate
+    leaves the time of the cache flush out.
+    """
+
+    name: ClassVar[str] = "do_bench"
+
+    def measure(
+        self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
+        out_of_time: Callable[[], bool], report: Report,
+    ) -> Outcome:  # fmt: skip
+        samples, warmups = Samples(), []
+        for index, role in enumerate(("reference", "candidate")):
+            first = sample((role,), DO_BENCH_ESTIMATE)
+            calls = first.reference or first.candidate
+            estimate_ms = max(sum(calls) / len(calls), 1e-3)
+            warmup = max(1, int(DO_BENCH_WARMUP_MS / estimate_ms))
+            sample((role,), warmup)
+            samples.extend(sample((role,), max(1, int(DO_BENCH_REP_MS / estimate_ms))))
+            warmups.append(DO_BENCH_ESTIMATE + warmup)
+            report(index + 1, 2, None)
+        corrected = correct(samples)
+        return Outcome(
+            samples=samples,
+            interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
+            warmup=min(warmups),
+            statistic="ratio of medians, percentile bootstrap of both sides",
+            stopped="fixed time",
+        )
+
+
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Paired(), Paper(), DoBench())}

@@ -91,7 +91,7 @@ OPTIONS = (
     Option(
         "fail-skipped", "", switch, "A kernel that cannot be judged here, as without a compiler, fails its test"
     ),
-    Option("policy", "NAME", word, "Timing policy that decides: paired or paper (default: paired)"),
+    Option("policy", "NAME", word, "Timing policy that decides: paired, paper or do_bench (default: paired)"),
     Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
     Option("margin", "X", number(float, 0, below=1), "How much slower than required still passes (default: 0.05)"),
     Option(

@@ -62,6 +62,11 @@ class CppBackend(SurfaceBackend):
 def check_flags(flags: tuple[str, ...]) -> None:
     """Raise SurfaceFailure for a flag that is not on the allow-list."""
     for flag in flags:
+        if flag.endswith("=native"):
+            raise SurfaceFailure(
+                Code.FLAG_REFUSED,
+                f"{flag!r} builds another kernel on every machine; name the architecture, such as -march=x86-64-v4",
+            )
         if not any(re.fullmatch(pattern, flag) for pattern in ALLOWED_FLAGS):
             raise SurfaceFailure(
                 Code.FLAG_REFUSED,

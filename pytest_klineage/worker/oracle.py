@@ -126,6 +126,7 @@ class Oracle:
         arena = 0
         if problem.case.shape != problems.case.shape:
             arena = 1 + [dict(shape) for shape in problems.case.also_shapes].index(problem.case.shape)
+        self.give_turn(request.role)
         self.flush()
         slot = self.schedule.slot(fresh=True)
         outcome = self.players[request.role].run(
@@ -152,6 +153,7 @@ class Oracle:
                     view, slot = self.schedule.next(problems, fresh=fresh)
                     seen.clear()
                 seen.add(role)
+                self.give_turn(role)
                 self.flush()
                 self.turn = role
                 # The reference goes through the same motions: what follows a call must not depend on whose call it was.
@@ -162,6 +164,11 @@ class Oracle:
                 if outcome.reasons:
                     return Timed(samples=tuple(samples), reasons=tuple(as_timed(r) for r in outcome.reasons))
         return Timed(samples=tuple(samples))
+
+    def give_turn(self, role: str) -> None:
+        """Let one worker run and freeze all others."""
+        for name, player in self.players.items():
+            player.freeze(name != role)
 
     def flush(self) -> None:
         """Write more than the last-level cache holds, so that every call starts from memory."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
+import socket
+import struct
 import sys
 import time
 from typing import TYPE_CHECKING, TypeAlias
@@ -76,18 +80,49 @@ class Player:
         self.role, self.channel = role, channel
         self.arenas: list[SharedArena] = []
         self.previous: list[ReturnedTensor] = []
+        self.pidfd: int | None = None
+        self.frozen = False
 
     def attach(self, arenas: list[SharedArena], deadline_s: float) -> Attached:
         """Wait until the worker has loaded its kernel, then share the arenas with it."""
         self.arenas = arenas
         answer = self._receive(Loaded, deadline_s, Code.TIMEOUT_LOAD)
+        self.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         for arena in arenas:
             self._send(Map(arena=arena.arena), [arena.fd])
+            self._recognise(deadline_s)
             arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
         return Attached(containment=answer.containment, settings=answer.settings)
 
+    def _recognise(self, deadline_s: float) -> None:
+        """Take hold of the process that answers: the system itself writes the sender's id beside the message."""
+        if self.pidfd is not None:
+            return
+        self.channel.sock.settimeout(deadline_s)
+        size = struct.calcsize("3i")
+        with contextlib.suppress(OSError):
+            _data, beside, _flags, _address = self.channel.sock.recvmsg(1, socket.CMSG_SPACE(size), socket.MSG_PEEK)
+            for level, kind, credentials in beside:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
+                    self.pidfd = os.pidfd_open(struct.unpack("3i", credentials[:size])[0])
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop the worker's process with all its threads, or let it go on.
+
+        Threads that work, or spin, while the other side is at work would make that slower.
+        """
+        if self.pidfd is None or frozen == self.frozen:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP if frozen else signal.SIGCONT)
+        self.frozen = frozen
+
     def close(self) -> None:
         """Tell the worker to stop and let go of it."""
+        self.freeze(False)
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
         with contextlib.suppress(ChannelClosed):
             self.channel.send(Stop())
         self.channel.close()

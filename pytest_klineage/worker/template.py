@@ -1,7 +1,8 @@
 """The template: a process with its imports done that forks workers on demand, watches over them and ends them.
 
-It knows no seed, no expected value and no verdict. Every worker is forked twice: the keeper enters new namespaces and
-adopts orphans, its child loads the kernel. Ending the keeper ends everything the kernel has started.
+It knows no seed, no expected value and no verdict. Below it stands a keeper for every worker, which enters new
+namespaces and adopts orphans; below that, where there are pid namespaces, their first process; then the worker. Ending
+the keeper ends everything the kernel has started.
 """
 
 from __future__ import annotations
@@ -110,18 +111,40 @@ def keep(job: Job, channel_fd: int, log_fd: int, status_fd: int) -> None:
         os.setsid()
         containment.become_subreaper()
         active = containment.enter_namespaces() if job.sandbox else []
-        worker = os.fork()
-        if worker == 0:
+        child = os.fork()
+        if child == 0:
+            if "namespace:pid" in active:
+                become_init(status_fd, channel_fd, log_fd)
             os.close(status_fd)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             run_to_the_end(job, channel_fd, log_fd, active)
         os.close(channel_fd)
         os.close(log_fd)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: end_family(worker))
+        signal.signal(signal.SIGTERM, lambda _number, _frame: end_family(child))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        status = wait_for(worker)
-        os.write(status_fd, status.to_bytes(4, "little"))
-        end_family(worker)
+        status = wait_for(child)
+        if "namespace:pid" not in active:
+            os.write(status_fd, status.to_bytes(4, "little"))
+        end_family(child)
+    finally:
+        os._exit(0)
+
+
+def become_init(status_fd: int, channel_fd: int, log_fd: int) -> None:
+    """The first process of a pid namespace: fork, return in the child; the parent waits for it and says how it ended.
+
+    The kernel shields a namespace's first process from signals; a worker in its place could neither abort nor be killed
+    by its own doing, and how it ended would be lost. When this process exits, the kernel ends all others in here.
+    """
+    worker = os.fork()
+    if worker == 0:
+        containment.die_with_parent()
+        return
+    try:
+        containment.die_with_parent()
+        os.close(channel_fd)
+        os.close(log_fd)
+        os.write(status_fd, wait_for(worker).to_bytes(4, "little"))
     finally:
         os._exit(0)
 

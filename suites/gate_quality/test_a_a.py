@@ -27,7 +27,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     pairs: int
     seconds: float
     sequential: float
-    """Ratio of two medians timed one after the other (policy `paper`) in the same trial."""
+    """Ratio of two medians timed one after the other (policy `do_bench`) in the same trial."""
     half_width: float
     reference_samples_ms: tuple[float, ...]
     candidate_samples_ms: tuple[float, ...]
@@ -100,7 +100,7 @@ def test_a_a(
     """95 % of the intervals hold 1.0, no trial is called slower, the median half-width is 2 % at most."""
     count = request.config.getoption("--trials") // len(OPERATORS)
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    settings = GateSettings(also_policies=("paper",), time_limit_s=5.0, margin=MARGIN, run_timeout_s=30.0)
+    settings = GateSettings(also_policies=("do_bench",), time_limit_s=3.0, margin=MARGIN, run_timeout_s=30.0)
     trials: list[Trial] = []
     with Gate("cpu", settings) as gate:
         for number in range(count):
@@ -114,7 +114,7 @@ def test_a_a(
     machine = trials[-1].machine
     heading = "# A/A on the CPU: the same expert kernel as candidate and as reference\n"
     where = f"{machine.device}, {machine.cores} cores, {trials[-1].judged_at}" if machine else ""
-    how = "Policy `paired` (stops at +-1 % or 5 s); beside it `paper` (25 + 100 calls, one side after the other)."
+    how = "Policy `paired` (stops at +-1 % or 3 s); beside it `do_bench` (25 + 100 ms, one side after the other)."
     publish("a_a", f"{heading}\n{where}. {how}\n\n{table_of(trials)}\n\nRaw samples: `a_a.jsonl`.", list(trials))
     holds = sum(trial.low <= 1 <= trial.high for trial in trials)
     assert holds >= 0.95 * len(trials)

@@ -91,7 +91,11 @@ def after(pairs: int) -> Callable[[], bool]:
 
 
 def test_the_policies_are_known_by_their_names() -> None:
-    assert {name: policy.name for name, policy in POLICIES.items()} == {"paired": "paired", "paper": "paper"}
+    assert {name: policy.name for name, policy in POLICIES.items()} == {
+        "paired": "paired",
+        "paper": "paper",
+        "do_bench": "do_bench",
+    }
 
 
 def test_paired_cancels_a_linear_drift_where_sequential_does_not() -> None:
@@ -209,6 +213,22 @@ def test_paper_gives_the_ratio_of_the_medians() -> None:
 def test_paper_does_not_look_at_the_time() -> None:
     outcome, _, _ = measure("paper", noisy(2, 1, 0.2), out_of_time=lambda: True)
     assert len(outcome.samples.candidate) == 100
+
+
+def test_do_bench_fills_25_and_100_milliseconds_with_calls() -> None:
+    outcome, sampler, _ = measure("do_bench", lambda role, _call: 2.0 if role == "reference" else 0.5)
+    assert sampler.requests == [
+        (("reference",), 5), (("reference",), 12), (("reference",), 50),
+        (("candidate",), 5), (("candidate",), 50), (("candidate",), 200),
+    ]  # fmt: skip
+    assert outcome.interval.estimate == 4.0
+    assert (outcome.warmup, outcome.stopped) == (17, "fixed time")
+
+
+def test_do_bench_takes_at_least_one_call_of_a_slow_kernel() -> None:
+    outcome, sampler, _ = measure("do_bench", lambda _role, _call: 500.0)
+    assert [reps for _role, reps in sampler.requests] == [5, 1, 1, 5, 1, 1]
+    assert len(outcome.samples.reference) == 1
 
 
 @pytest.mark.parametrize("policy", POLICIES)

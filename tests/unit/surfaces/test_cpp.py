@@ -67,7 +67,7 @@ class TestFlags:
         "flag",
         [
             "-O", "-O0", "-O2", "-O3", "-Os", "-Og", "-Ofast", "-g", "-std=c++17", "-std=gnu++20", "-fopenmp",
-            "-fopenmp-simd", "-march=native", "-march=x86-64-v3", "-mavx2", "-mfma", "-mprefer-vector-width=512",
+            "-fopenmp-simd", "-march=x86-64-v3", "-mavx2", "-mfma", "-mprefer-vector-width=512",
             "-mno-avx512f", "-msse4.2", "-ffast-math", "-fno-math-errno", "-funroll-loops", "-flto", "-DTILE",
             "-DTILE=64", "-DSCALE=1.5e-3", "-Wall", "-Wno-unused", "--param=max-unroll-times=8",
         ],
@@ -87,7 +87,7 @@ class TestFlags:
             "-x", "-o", "-ofile", "-c", "-S", "-E", "-M", "-MD", "-MFx", "-save-temps", "-fuse-ld=gold",
             "-fprofile-use=/tmp/x", "-fprofile-dir=x", "-fdump-tree-all=x", "-fsanitize=address", "-T", "-u", "-z",
             "-DX=/etc/passwd", "-DX=a b", "-DX=`id`", "-D", "-U__x86_64__", "@file", "kernel2.cpp", "--sysroot=/",
-            "--help", "-O3 -lblas", "-O3\n", "\n-O3", "-march=native;id", "-pthread", "-static", "-rdynamic",
+            "--help", "-O3 -lblas", "-O3\n", "\n-O3", "-march=native", "-mtune=native", "-march=native;id", "-pthread", "-static", "-rdynamic",
         ],
     )  # fmt: skip
     def test_what_names_a_file_a_library_or_another_program_is_refused(self, flag: str) -> None:
