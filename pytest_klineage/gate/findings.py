@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_klineage.gate.devices import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
 from pytest_klineage.gate.policy import Outcome, Samples
-from pytest_klineage.gate.statistics import Standing, median, quantile, standing
+from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, standing
 from pytest_klineage.records import Code, KernelCase, Reason, Status
 from pytest_klineage.records.messages import Ended, Opened
 
@@ -17,7 +17,11 @@ CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
 """The trusted clock may exceed the worker's, beyond what it does for the reference, by this share, by this much, or by
 so many allowed gaps: a kernel that pins its thread answers later than others without any lie."""
 CLOCK_PAIRS = 20
-"""With fewer pairs a quartile is chance: then a kernel must hide as much as it reports before that is held against it."""
+"""With fewer pairs a quartile may be chance: then a kernel must hide time in every call before it is held to that."""
+LEAST_NOVEL = 4
+"""Pairs with new inputs, and pairs with disguised old ones, from which memory may be concluded."""
+MEMORY_GAIN, MEMORY_CONFIDENCE = 1.2, 0.99
+"""How much faster known inputs must be before it counts, and the confidence of both intervals."""
 CLOCK_QUANTILE, CLOCK_MEDIANS = 0.9, 2.0
 """A gap is allowed up to this quantile of the reference's, or so many of its medians: on a busy machine the quantile is
 as long as a time slice, and a whole kernel would hide in it."""
@@ -90,6 +94,7 @@ def charged(samples: Samples) -> Samples:
         ],
         reference_wall=samples.reference_wall,
         candidate_wall=samples.candidate_wall,
+        novel=samples.novel,
     )
 
 
@@ -100,14 +105,38 @@ def clock_reason(samples: Samples) -> Reason | None:
     gap in every call that it lies about. Calls that are not enough for a reason are still charged (see `charged`).
     """
     clocks, own = clocks_of(samples), median(samples.candidate)
-    excess = quantile(sorted(clocks.candidate_gaps), 0.25) - clocks.allowed_ms
-    share = CLOCK_SHARE if len(samples.candidate) >= CLOCK_PAIRS else 1.0
-    if excess <= max(share * own, CLOCK_FLOOR_MS, CLOCK_GAPS * clocks.allowed_ms):
+    enough = len(samples.candidate) >= CLOCK_PAIRS
+    excess = quantile(sorted(clocks.candidate_gaps), 0.25 if enough else 0.0) - clocks.allowed_ms
+    if excess <= max(CLOCK_SHARE * own, CLOCK_FLOOR_MS, CLOCK_GAPS * clocks.allowed_ms):
         return None
     return Reason(
         code=Code.CLOCK,
         message=f"the worker's clock says {own:.3f} ms, the trusted clock saw at least {own + excess:.3f} ms",
         evidence={"own_ms": own, "hidden_ms": excess, "allowed_gap_ms": clocks.allowed_ms},
+    )
+
+
+def memory_reason(samples: Samples) -> Reason | None:
+    """A reason when the candidate is clearly faster on inputs it has met before, in whatever disguise.
+
+    For paired samples only. Every call computes the same amount of work, so remembering is all that can make a
+    difference between new inputs and disguised old ones.
+    """
+    pairs = list(zip(samples.reference, samples.candidate, samples.novel, strict=False))
+    novel = [pair for pair in pairs if pair[2]]
+    known = [pair for pair in pairs if not pair[2]]
+    if min(len(novel), len(known)) < LEAST_NOVEL:
+        return None
+    on_novel, on_known = (
+        paired_interval([pair[0] for pair in group], [pair[1] for pair in group], confidence=MEMORY_CONFIDENCE)
+        for group in (novel, known)
+    )
+    if on_known.low <= MEMORY_GAIN * on_novel.high:
+        return None
+    return Reason(
+        code=Code.REPLAY,
+        message=f"{on_known.estimate:.2f}x on disguised inputs that it had met, {on_novel.estimate:.2f}x on new ones",
+        evidence={"known_low": on_known.low, "novel_high": on_novel.high, "novel_pairs": len(novel)},
     )
 
 

@@ -92,6 +92,11 @@ class Bench:
         self.software: dict[str, str] = {}
         """Versions that the workers have reported."""
 
+    @property
+    def flush_bytes(self) -> int:
+        """Bytes to write between two calls."""
+        return self.settings.flush_bytes or 2 * last_level_cache_bytes()
+
     def machine(self) -> Machine:
         """The record of this machine."""
         return describe_cpu(self.software, {"threads": str(self.threads)})
@@ -174,7 +179,7 @@ class Judgement:
         self.bench.report("oracle", "computing expected outputs in float64")
         request = OpenCase(
             case=self.case, secret=self.bench.secret, seeds=self.settings.seeds,
-            flush_bytes=2 * last_level_cache_bytes(), threads=self.bench.threads,
+            flush_bytes=self.bench.flush_bytes, threads=self.bench.threads,
         )  # fmt: skip
         opened = self.processes.ask_oracle(request, Opened, ORACLE_DEADLINE_S)
         if isinstance(opened, Problem):
@@ -302,7 +307,7 @@ class Judgement:
             self.timed_s += seconds
             timing = self._timing(name, outcome, seconds, foreign_load)
             self.timings.append(timing)
-            self._distrust(outcome, opened)
+            self._distrust(name, outcome, opened)
             if decisive is None:
                 reason = findings.timing_reason(self.case, outcome, self.settings.margin)
                 decisive = findings.busy_reason(reason, foreign_load, self.settings.busy_limit)
@@ -344,11 +349,15 @@ class Judgement:
             )
             own.append(sample.elapsed_ns / 1e6)
             wall.append(sample.wall_ns / 1e6)
+            if sample.role == "candidate":
+                samples.novel.append(sample.novel)
         return samples
 
-    def _distrust(self, outcome: Outcome, opened: Opened) -> None:
+    def _distrust(self, name: str, outcome: Outcome, opened: Opened) -> None:
         """Reject times that cannot be."""
         reasons = []
+        if "fresh_inputs" in self.settings.defences and name == "paired":
+            reasons.append(findings.memory_reason(outcome.samples))
         if "two_clocks" in self.settings.defences:
             reasons.append(findings.clock_reason(outcome.samples))
         if "floor" in self.settings.defences:
@@ -402,7 +411,7 @@ class Judgement:
             reference_samples_ms=tuple(samples.reference),
             candidate_samples_ms=tuple(samples.candidate),
             warmup=outcome.warmup,
-            flush_bytes=2 * last_level_cache_bytes(),
+            flush_bytes=self.bench.flush_bytes,
             statistic=outcome.statistic,
             wall_gap_ms=median(clocks.candidate_gaps),
             reference_wall_gap_ms=median(clocks.reference_gaps),

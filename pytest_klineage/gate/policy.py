@@ -32,6 +32,8 @@ class Samples(msgspec.Struct, kw_only=True):
     candidate: list[float] = []
     reference_wall: list[float] = []
     candidate_wall: list[float] = []
+    novel: list[bool] = []
+    """For every candidate sample, whether its inputs were made for it alone."""
 
     def extend(self, other: Samples) -> None:
         """Append another batch."""
@@ -39,6 +41,7 @@ class Samples(msgspec.Struct, kw_only=True):
         self.candidate += other.candidate
         self.reference_wall += other.reference_wall
         self.candidate_wall += other.candidate_wall
+        self.novel += other.novel
 
 
 class Sampler(Protocol):

@@ -218,6 +218,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     role: str
     elapsed_ns: int
     wall_ns: int
+    novel: bool = False
+    """Whether the call's inputs were made for it alone, not a disguise of inputs that were there before."""
 
 
 class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

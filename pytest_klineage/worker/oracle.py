@@ -10,6 +10,7 @@ import random
 from collections import OrderedDict
 from typing import TypeAlias
 
+import msgspec
 import torch
 
 from pytest_klineage.channel import Channel
@@ -40,6 +41,8 @@ from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
 from pytest_klineage.worker.rounds import Player, View, WorkerProblem
 
 KEPT_CASES = 4
+NOVEL_EVERY = 4
+"""One of so many pairs gets inputs that were made for it alone: who answers from memory is slower there."""
 TWIN_SHARE = 0.125
 """Share of timed repetitions whose inputs differ from the previous ones in a single element."""
 
@@ -55,6 +58,7 @@ class Oracle:
         self.problems: ProblemSet | None = None
         self.players: dict[str, Player] = {}
         self.turn = "candidate"
+        self.threads = 1
         self.schedule = Schedule()
         self.flush_buffer = torch.empty(0)
 
@@ -83,6 +87,7 @@ class Oracle:
         if key not in self.cases:
             torch.set_num_threads(request.threads)
             self.cases[key] = ProblemSet(request)
+            self.threads = request.threads
             # Between two timed calls one thread is enough: a pool that wakes and sleeps would disturb what comes next.
             torch.set_num_threads(1)
             while len(self.cases) > KEPT_CASES:
@@ -145,12 +150,12 @@ class Oracle:
         fresh = "fresh_inputs" in request.defences
         samples: list[Sample] = []
         for _ in range(request.reps):
-            view, slot = self.schedule.next(problems, fresh=fresh)
+            view, slot = self.next_view(problems, fresh=fresh)
             seen: set[str] = set()
             for role in request.order:
                 if role in seen:
                     # Nobody gets the same inputs twice; the two sides of a pair get the same.
-                    view, slot = self.schedule.next(problems, fresh=fresh)
+                    view, slot = self.next_view(problems, fresh=fresh)
                     seen.clear()
                 seen.add(role)
                 self.give_turn(role)
@@ -158,7 +163,8 @@ class Oracle:
                 self.turn = role
                 # The reference goes through the same motions: what follows a call must not depend on whose call it was.
                 outcome = self.players[role].run(view, 0, slot, request.deadline_s, request.defences)
-                samples.append(outcome.sample)
+                novel = isinstance(view, Plain) and fresh
+                samples.append(msgspec.structs.replace(outcome.sample, novel=novel))
                 if outcome.reasons and role == "reference":
                     raise WorkerProblem(*outcome.reasons)
                 if outcome.reasons:
@@ -169,6 +175,15 @@ class Oracle:
         """Let one worker run and freeze all others."""
         for name, player in self.players.items():
             player.freeze(name != role)
+
+    def next_view(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
+        """Inputs for the next pair and the slot they go to."""
+        if not (fresh and problems.novel_is_cheap and self.schedule.novel_is_due()):
+            return self.schedule.next(problems, fresh=fresh)
+        torch.set_num_threads(self.threads)
+        view = Plain(problems.novel())
+        torch.set_num_threads(1)
+        return view, self.schedule.slot(fresh=True)
 
     def flush(self) -> None:
         """Write more than the last-level cache holds, so that every call starts from memory."""
@@ -188,6 +203,17 @@ class Schedule:
         self.random = random.SystemRandom()
         self.last_slot = 0
         self.twin_key: str | None = None
+        self.until_novel = self.random.randrange(NOVEL_EVERY)
+
+    def novel_is_due(self) -> bool:
+        """True once in every NOVEL_EVERY calls, at a place that nobody can foresee."""
+        if self.twin_key is not None:
+            return False
+        self.until_novel -= 1
+        if self.until_novel >= 0:
+            return False
+        self.until_novel = NOVEL_EVERY - 1 + self.random.randrange(-1, 2)
+        return True
 
     def slot(self, *, fresh: bool) -> int:
         """A slot: sometimes the same address with new content, sometimes a new address."""
@@ -218,7 +244,5 @@ def as_timed(reason: Reason) -> Reason:
 
 def request_key(request: OpenCase) -> bytes:
     """Identity of a case's problems."""
-    import msgspec
-
     return msgspec.json.encode((request.case.operator, request.case.shape, request.case.dtype, request.case.options,
                                 request.case.also_shapes, request.secret, request.seeds))  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,10 @@ class Plain:
         self.undo: Undo = lambda outputs: outputs
 
 
+NOVEL_LIMIT_S = 0.25
+"""Problems that take longer to make than this are not made while timing; checking is then by disguises alone."""
+
+
 class ProblemSet:
     """All problems of one case, made once and kept while the case is in use."""
 
@@ -66,6 +71,9 @@ class ProblemSet:
             Problem(self.case, default, chosen.make_inputs(self.case, generator(self.secret, default, seed), default))
             for seed in range(request.seeds)
         ]
+        first = time.monotonic()
+        self.novel()
+        self.novel_is_cheap = time.monotonic() - first <= NOVEL_LIMIT_S
         nudged = chosen.nudge(self.case, self.timed[0].inputs, generator(self.secret, TWIN))
         self.twin = Problem(self.case, TWIN, nudged)
         self.checks = [*self.timed[:1], self.twin, *self.timed[1:]]
@@ -77,6 +85,14 @@ class ProblemSet:
             inputs = chosen.make_inputs(other, generator(self.secret, str(shape)), default)
             self.checks.append(Problem(other, default, inputs))
         self.seconds = time.monotonic() - started
+
+    def novel(self) -> Problem:
+        """A problem of the default regime that nobody has seen, with its answer."""
+        chosen = operator(self.case.operator)
+        inputs = chosen.make_inputs(
+            self.case, generator(self.secret, "novel", secrets.token_hex(16)), chosen.regimes[0]
+        )
+        return Problem(self.case, chosen.regimes[0], inputs)
 
     def planned(self) -> tuple[PlannedCheck, ...]:
         """What the checks are, for the judge's progress."""

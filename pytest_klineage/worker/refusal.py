@@ -7,7 +7,12 @@ of the framework's library directly.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import mmap
+import platform
 import warnings
+from pathlib import Path
 from typing import Any
 
 GLUE = frozenset(
@@ -129,8 +134,64 @@ def refuse_compute() -> None:
                     make: Any = torch.library.Library  # torch has no types here
                     libraries[namespace] = make(namespace, "IMPL")
                 libraries[namespace].impl(rest, refuser(name), key)
+    trap_blas()
     # The registrations end with the library objects; they must live as long as the process.
     setattr(torch, "_klineage_refusal", libraries)  # noqa: B010  # mypy knows no such attribute
+
+
+def trap_blas() -> None:
+    """Overwrite the entry points of the BLAS that the framework brings, so that calling one by its symbol crashes.
+
+    The pages are this process's own copies; nobody else sees the change. Without effect where the symbols are hidden.
+    """
+    trap = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}.get(platform.machine())  # ud2, udf #0
+    if trap is None:
+        return
+    process, libc = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    for path in framework_libraries():
+        library = ctypes.CDLL(path)
+        for name in BLAS_NAMES:
+            for handle in (library, process):
+                with contextlib.suppress(AttributeError):
+                    address = ctypes.cast(getattr(handle, name), ctypes.c_void_p).value or 0
+                    start, length = address & -page, (address & (page - 1)) + len(trap)
+                    writable = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+                    if libc.mprotect(ctypes.c_void_p(start), length, writable) == 0:
+                        ctypes.memmove(address, trap, len(trap))
+                        libc.mprotect(ctypes.c_void_p(start), length, mmap.PROT_READ | mmap.PROT_EXEC)
+
+
+def framework_libraries() -> list[str]:
+    """The framework's shared libraries that may export a BLAS."""
+    import torch
+
+    return sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu*.so*"))
+
+
+def blas_names() -> list[str]:
+    """Names under which a BLAS exports its products: Fortran's and C's, all four types."""
+    products = (
+        "gemm",
+        "gemv",
+        "ger",
+        "symm",
+        "symv",
+        "syrk",
+        "trmm",
+        "trsm",
+        "dot",
+        "axpy",
+        "gemm3m",
+        "gemmt",
+        "gemm_batch",
+    )
+    names = [f"{kind}{product}" for kind in "sdcz" for product in products]
+    fortran = [form for name in names for form in (name, f"{name}_", name.upper(), f"{name.upper()}_", f"{name}_64_")]
+    return [*fortran, *(f"cblas_{name}" for name in names), *(f"cblas_{name}_64" for name in names), "dnnl_sgemm"]
+
+
+BLAS_NAMES = blas_names()
 
 
 def has_kernel(name: str, key: str) -> bool:

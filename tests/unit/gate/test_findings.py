@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_klineage.gate import findings
 from pytest_klineage.gate.devices import PEAK_FLOPS_PER_CORE
 from pytest_klineage.gate.findings import (
     CLOCK_FLOOR_MS,
@@ -91,10 +92,10 @@ class TestClocks:
 
     def test_a_long_kernel_may_be_late_by_a_share_of_its_time(self) -> None:
         own = 20 * CLOCK_FLOOR_MS / CLOCK_SHARE
-        samples = Samples(reference=[own] * 30, candidate=[own] * 30, reference_wall=[own + 1.0] * 30)
-        samples.candidate_wall = [own + 1.0 + 0.99 * CLOCK_SHARE * own] * 30
+        samples = Samples(reference=[own] * 9, candidate=[own] * 9, reference_wall=[own + 1.0] * 9)
+        samples.candidate_wall = [own + 1.0 + 0.99 * CLOCK_SHARE * own] * 9
         assert clock_reason(samples) is None
-        samples.candidate_wall = [own + 1.0 + 1.01 * CLOCK_SHARE * own] * 30
+        samples.candidate_wall = [own + 1.0 + 1.01 * CLOCK_SHARE * own] * 9
         assert clock_reason(samples) is not None
 
     def test_the_gap_is_the_trusted_clock_minus_the_workers(self) -> None:
@@ -302,3 +303,31 @@ def test_a_library_that_does_the_work_is_named() -> None:
     assert reason.code is Code.WRAPPER_LIBRARY
     assert "libmkl_rt.so.2, libopenblas.so" in reason.message
     assert library_reason(()) is None
+
+
+class TestMemory:
+    @staticmethod
+    def samples(novel_ms: float, known_ms: float, *, pairs: int = 32, every: int = 4) -> Samples:
+        novel = [number % every == 0 for number in range(pairs)]
+        jitter = random.Random(0)
+        return Samples(
+            reference=[10.0 * jitter.lognormvariate(0, 0.05) for _ in novel],
+            candidate=[(novel_ms if new else known_ms) * jitter.lognormvariate(0, 0.05) for new in novel],
+            novel=novel,
+        )
+
+    def test_faster_on_what_it_had_met_is_a_replay(self) -> None:
+        reason = findings.memory_reason(self.samples(10.0, 5.0))
+        assert reason is not None
+        assert reason.code is Code.REPLAY
+        assert reason.evidence["novel_pairs"] == 8
+
+    def test_the_same_speed_on_both_is_honest(self) -> None:
+        assert findings.memory_reason(self.samples(10.0, 10.0)) is None
+
+    def test_slower_on_what_it_had_met_is_no_cheat(self) -> None:
+        assert findings.memory_reason(self.samples(5.0, 10.0)) is None
+
+    def test_a_few_new_inputs_prove_nothing(self) -> None:
+        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=12)) is None
+        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=16)) is not None

@@ -87,7 +87,8 @@ class TestFlags:
             "-x", "-o", "-ofile", "-c", "-S", "-E", "-M", "-MD", "-MFx", "-save-temps", "-fuse-ld=gold",
             "-fprofile-use=/tmp/x", "-fprofile-dir=x", "-fdump-tree-all=x", "-fsanitize=address", "-T", "-u", "-z",
             "-DX=/etc/passwd", "-DX=a b", "-DX=`id`", "-D", "-U__x86_64__", "@file", "kernel2.cpp", "--sysroot=/",
-            "--help", "-O3 -lblas", "-O3\n", "\n-O3", "-march=native", "-mtune=native", "-march=native;id", "-pthread", "-static", "-rdynamic",
+            "--help", "-O3 -lblas", "-O3\n", "\n-O3", "-march=native",
+            "-mtune=native", "-march=native;id", "-pthread", "-static", "-rdynamic",
         ],
     )  # fmt: skip
     def test_what_names_a_file_a_library_or_another_program_is_refused(self, flag: str) -> None:
