@@ -23,6 +23,8 @@ GUARD_BYTES = 4096
 ALIGNMENT = 64
 SLOTS = 2
 """Two complete argument sets, so that the same content comes at different addresses and the other way round."""
+NAN_BITS = {2: 0x7FDB, 4: 0x7FDBDBDB, 8: 0x7FFBDBDBDBDBDBDB}
+"""By size in bytes, a NaN that no arithmetic produces; the two-byte one is a NaN in fp16 and in bf16."""
 SKEW_BYTES = 1344
 """Added between slots: the second slot's tensors start at another offset within a page."""
 
@@ -106,17 +108,26 @@ class SharedArena:
 
 
 def poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> None:
-    """Fill an output with values no correct kernel leaves behind: NaN or a huge number, an impossible index."""
+    """Fill an output with values no correct kernel leaves behind: a rare NaN or a huge number, an impossible index."""
     if spec.dtype.startswith("int") or spec.dtype.startswith("uint"):
         tensor.fill_(-7 if kind == 0 else 1 << 30)
+    elif kind == 0:
+        as_integers(tensor).fill_(NAN_BITS[tensor.element_size()])
     else:
-        tensor.fill_(float("nan") if kind == 0 else {"fp16": -60000.0}.get(spec.dtype, -3.0e38))
+        tensor.fill_({"fp16": -60000.0}.get(spec.dtype, -3.0e38))
 
 
 def is_poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> torch.Tensor:
-    """Boolean mask of the elements that still hold the poison."""
+    """Boolean mask of the elements that still hold the poison, bit for bit: a NaN of the kernel's own is not it."""
     import torch
 
     reference = torch.empty(1, dtype=tensor.dtype)
     poison(spec, reference, kind)
-    return tensor.isnan() if reference.isnan().any() else tensor == reference
+    return as_integers(tensor) == as_integers(reference)
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same size."""
+    import torch
+
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -87,7 +87,7 @@ def report_of(trials: list[Trial]) -> str:
     heading = "# A/A on the CPU: the same expert kernel as candidate and as reference\n"
     where = f"{machine.device}, {machine.cores} cores, {trials[-1].judged_at}" if machine else ""
     how = (
-        "Policy `paired` (stops at +-1 % or 2.5 s). Beside it, in the same trials, one side after the other: `do_bench` "
+        "Policy `paired` (stops at +-1 % or 2.5 s). Beside it, one side after the other: `do_bench` "
         "(25 + 100 ms), for Top-K `paper` (25 + 100 calls)."
     )
     return f"{heading}\n{where}. {how}\n\n{table_of(trials)}\n\nRaw samples: `a_a.jsonl`."
