@@ -36,7 +36,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How far below the required speedup a kernel may be."""
     precision: float = 0.01
     """Half-width of the interval at which sampling stops, relative."""
-    confidence: float = 0.95
+    confidence: float = 0.99
+    """Of the interval within one pair of processes. Two starts of one kernel differ by a percent or two beyond that."""
     time_limit_s: float = 10.0
     """Longest time to spend on the timed blocks of one policy."""
     busy_limit: float = 0.25

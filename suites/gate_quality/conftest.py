@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
     )
+    group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
     group.addoption("--trials", type=int, default=200, metavar="N", help="A/A trials in all. Default: %(default)s.")
 
 
