@@ -19,6 +19,7 @@ RANGES = {
     "confidence": (0.5, 0.9999),
     "time_limit_s": (0.05, 86400.0),
     "seeds": (1, 1000),
+    "flush_bytes": (0, 1 << 40),
     "threads": (0, 4096),
     "build_timeout_s": (0.1, 86400.0),
     "load_timeout_s": (0.1, 86400.0),
