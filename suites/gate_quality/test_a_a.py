@@ -118,16 +118,12 @@ def earlier(path: Path) -> list[Trial]:
     return [msgspec.json.decode(line, type=Trial) for line in path.read_bytes().splitlines()]
 
 
-def test_a_a(
+def measured(
     request: pytest.FixtureRequest,
     publish: Callable[[str, str, list[Trial]], None],
     expert_source: Callable[[str], KernelSource],
-) -> None:
-    """95 % of the intervals hold 1.0, no trial is called slower, the median half-width is 2 % at most."""
-    if reuse := request.config.getoption("--reuse"):
-        trials = earlier(Path(reuse))
-        publish("a_a", report_of(trials), list(trials))
-        return
+) -> list[Trial]:
+    """Run the trials, operator by operator, publishing what there is after each."""
     count = request.config.getoption("--trials") // len(OPERATORS)
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
     trials: list[Trial] = []
@@ -142,6 +138,20 @@ def test_a_a(
                 trials.append(trial_of(verdict, number))
         reporter.write_line(f"A/A {operator}: {count} trials")
         publish("a_a", report_of(trials), list(trials))
+    return trials
+
+
+def test_a_a(
+    request: pytest.FixtureRequest,
+    publish: Callable[[str, str, list[Trial]], None],
+    expert_source: Callable[[str], KernelSource],
+) -> None:
+    """95 % of the intervals hold 1.0, no trial is called slower, the median half-width is 2 % at most."""
+    if reuse := request.config.getoption("--reuse"):
+        trials = earlier(Path(reuse))
+        publish("a_a", report_of(trials), list(trials))
+    else:
+        trials = measured(request, publish, expert_source)
     found = intervals(trials, 0.99)
     assert sum(interval.low <= 1 <= interval.high for interval in found) >= 0.95 * len(trials)
     assert not any(standing(interval, at_least=1.0, margin=MARGIN) is Standing.SLOWER for interval in found)
