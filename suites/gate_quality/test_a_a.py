@@ -14,6 +14,8 @@ from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, KernelSource, Machine, Verdict, speedup
 
 MARGIN = 0.05
+TIME_LIMIT_S = 5.0
+"""Half of a judgement's default: 200 trials take a quarter of an hour."""
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 
 
@@ -102,7 +104,7 @@ def report_of(trials: list[Trial]) -> str:
     heading = "# A/A on the CPU: the same expert kernel as candidate and as reference\n"
     where = f"{machine.device}, {machine.cores} cores, {trials[-1].judged_at}" if machine else ""
     how = (
-        "Policy `paired` (stops at +-1 % or 2.5 s). Beside it, one side after the other: `do_bench` "
+        f"Policy `paired` (stops at +-1 % or {TIME_LIMIT_S:g} s). Beside it, one side after the other: `do_bench` "
         "(25 + 100 ms), for Top-K `paper` (25 + 100 calls)."
     )
     return f"{heading}\n{where}. {how}\n\n{table_of(trials)}\n\nRaw samples: `a_a.jsonl`."
@@ -131,7 +133,7 @@ def measured(
         source, case = expert_source(operator), paper_case(operator, "cpu", "torch")
         # 125 ms of a kernel of 0.2 ms are 800 calls of each side; counts do there.
         sequential = "paper" if operator == "topk" else "do_bench"
-        with Gate("cpu", GateSettings(also_policies=(sequential,), time_limit_s=2.5, margin=MARGIN)) as gate:
+        with Gate("cpu", GateSettings(also_policies=(sequential,), time_limit_s=TIME_LIMIT_S, margin=MARGIN)) as gate:
             for number in range(count):
                 verdict = gate.judge(case, source, reference_source=source)
                 assert verdict.timing is not None, f"{operator}: {verdict.code}: {verdict.reasons[0].message}"

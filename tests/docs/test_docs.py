@@ -42,6 +42,8 @@ QUICK = (
 )
 """Examples are about what happens, not about precise figures."""
 EXAMPLE_LIMIT_S = 180
+CI_MARKS = ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS")
+"""Where one of these is set, pytest prints its summary in full instead of in the width of a terminal."""
 MACHINE = re.compile(
     r"(?<![\w.])/(home|root|work|tmp|opt|Users|mnt|data)/|file://|localhost|\.internal\b|pypi\.org|simple/"
 )
@@ -116,7 +118,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 def run(command: str, folder: Path) -> tuple[int, str]:
     """Run a documented command in a folder of its own, with a cache of its own. Returns status and output."""
     program, *arguments = shlex.split(command)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", *CI_MARKS))}
     environment |= {
         "PYTEST_ADDOPTS": f"{QUICK} --klineage-cache-dir={shlex.quote(str(folder / 'cache'))}",
         "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path),
@@ -148,10 +150,10 @@ def first_missing(shown: list[str], output: str) -> str | None:
 
 
 def without_figures(line: str) -> str:
-    """A line without numbers, without the CPU's name, and with its rules and gaps made one character long."""
+    """A line without numbers, the mark of uncertain ones and the CPU's name; rules and gaps are one character long."""
     line = re.sub(r"cpu \(.*\)", "cpu", line)
     line = re.sub(r"records: .*|again: .*", "a path", line)
-    line = re.sub(r"\d[\d.]*(e[+-]\d+)?", "#", line)
+    line = re.sub(r"~?\d[\d.]*(e[+-]\d+)?", "#", line)
     return re.sub(r"(.)\1+", r"\1", line).strip()
 
 
