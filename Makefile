@@ -1,6 +1,7 @@
 # Every target sets up .venv once (again when pyproject.toml or constraints.txt change) and then does what its name says.
 #
 #   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
+#   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120")
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make lint           ruff and mypy
 #   make gate-quality   the measurements behind the gate's claims; takes long
@@ -9,6 +10,7 @@
 PYTHON ?= python3
 PLATFORM ?= auto
 METHODS ?= expert
+PLATFORMS ?= sm90 sm120
 ARGS ?=
 WORKERS ?= 2
 
@@ -16,7 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 
-.PHONY: help venv test lint main-tier gate-quality clean check-python check-compiler
+.PHONY: help venv test lint main-tier build-kernels gate-quality clean check-python check-compiler
 .DEFAULT_GOAL := help
 
 help:
@@ -36,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 	@echo "make: setting up $(VENV) (once; downloads PyTorch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cpu,xdist,benchmark]" --group dev
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cpu,cuda-build,xdist,benchmark]" --group dev
 	@rm -f $(VENV)/.stamp-*
 	@touch $@
 
@@ -50,6 +52,10 @@ lint: $(STAMP)
 
 main-tier: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/main_tier --platform $(PLATFORM) $(addprefix --klineage-method=,$(METHODS)) $(ARGS)
+
+build-kernels: $(STAMP) | check-compiler
+	@set -e; for platform in $(PLATFORMS); do \
+	  $(BIN)/python -m pytest suites/main_tier --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
 
 gate-quality: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)

@@ -52,6 +52,7 @@ def examine(cache_dir: Path | None = None) -> list[Finding]:
         lambda: _package("torch", needed=True, remedy="pip install 'pytest-klineage[cpu]'"),
         lambda: _package("pytest-xdist", remedy="pip install 'pytest-klineage[xdist]'"),
         lambda: _package("pytest-benchmark", remedy="pip install 'pytest-klineage[benchmark]'"),
+        _cuda_compiler,
         _gpu,
         _sandbox,
         _resources,
@@ -125,20 +126,27 @@ def _openmp(compiler: str) -> tuple[str, str]:
         return "", ran.stdout.strip()
 
 
+def _cuda_compiler() -> Iterator[Finding]:
+    from pytest_klineage.surfaces.toolkit import INSTALL, find_disassembler, find_headers, find_nvcc, find_toolkit
+
+    try:
+        nvcc = find_nvcc()
+        yield Finding("nvcc", True, f"{find_toolkit().version} ({nvcc})")
+    except MissingDependency as error:
+        yield Finding("nvcc", False, f"{error.what} is missing; needed to build CUDA kernels", remedy=error.remedy)
+    found = find_disassembler()
+    detail = f"{found.description} ({found.cuobjdump})" if found else "not installed; for instructions of CUDA kernels"
+    yield Finding("cuobjdump", found is not None, detail, remedy=INSTALL)
+    try:
+        yield Finding("CUTLASS headers", True, find_headers("cutlass").version)
+    except MissingDependency as error:
+        yield Finding("CUTLASS headers", False, "not installed; for --include=cutlass", remedy=error.remedy)
+
+
 def _gpu() -> Iterator[Finding]:
-    listed = _run(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
-    names = [line.strip() for line in listed.stdout.splitlines() if line.strip()] if listed else []
-    if listed is not None and listed.returncode == 0 and names:
-        for index, name in enumerate(names):
-            yield Finding(f"GPU {index}", True, name)
-    else:
-        yield Finding("GPU", False, "nvidia-smi shows none; only the cpu platform can run")
-    compiler = _run(["nvcc", "--version"])
-    if compiler is not None and compiler.returncode == 0:
-        lines = compiler.stdout.strip().splitlines()
-        yield Finding("nvcc", True, lines[-1] if lines else "")
-    else:
-        yield Finding("nvcc", False, "not on PATH; needed to build CUDA kernels")
+    from pytest_klineage.gate.survey import gpu_parts
+
+    yield from (Finding(part.name, part.present, part.detail, remedy=part.remedy) for part in gpu_parts())
 
 
 def _sandbox() -> Iterator[Finding]:

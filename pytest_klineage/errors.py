@@ -5,6 +5,7 @@ KlineageError
 │   ├── UnknownName         an unknown platform, operator, dtype, reference, surface, policy or method
 │   └── BadRecord           a record that does not decode, or that has another schema version
 ├── MissingDependency       an optional package, compiler or device is absent; the message has the remedy
+├── DeviceOutOfMemory       a case's inputs and answers do not fit into the GPU
 └── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
     ├── WorkerDied          a trusted worker process ended
     ├── DeadlineExceeded    a trusted worker did not answer in time
@@ -45,6 +46,10 @@ class MissingDependency(KlineageError):
     def __init__(self, what: str, remedy: str) -> None:
         self.what, self.remedy = what, remedy
         super().__init__(f"{what} is missing. Install it with: {remedy}")
+
+
+class DeviceOutOfMemory(KlineageError):
+    """The oracle's inputs and answers for a case do not fit into the memory of the GPU."""
 
 
 class HarnessError(KlineageError):

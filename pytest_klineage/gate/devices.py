@@ -1,19 +1,15 @@
-"""The machine that is measured on: what it is, its platform, and the lock that lets one process time at once."""
+"""The machine that is measured on: its platform, its CPU, and how busy others keep it. GPUs are in gpus.py."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import platform
-import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from pytest_klineage.gate.locks import machine_lock as machine_lock  # callers know it by this place
 from pytest_klineage.records import Machine, platform_name
 
 DEFAULT_CACHE_BYTES = 32 << 20
@@ -25,23 +21,16 @@ PEAK_BYTES_PER_CORE = 1.0e12
 
 
 def resolve_platform(name: str) -> str:
-    """The canonical platform; "auto" takes a GPU's when such a GPU is present, else cpu. Raises UnknownName."""
+    """The canonical platform; "auto" takes that of the first visible GPU that can be judged on, else cpu.
+
+    Raises UnknownName, and UsageError when "auto" cannot tell which GPUs are visible.
+    """
     if name.lower() != "auto":
         return platform_name(name)
-    return {"9.0": "sm90", "12.0": "sm120"}.get(compute_capability(), "cpu")
+    # GPUs are looked for only when nobody has named the platform.
+    from pytest_klineage.gate.gpus import best_platform
 
-
-@functools.lru_cache
-def compute_capability() -> str:
-    """Compute capability of the first GPU as nvidia-smi prints it; empty without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        command = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False).stdout
-        return out.strip().partition("\n")[0].strip()
-    return ""
+    return best_platform()
 
 
 def usable_cores() -> int:
@@ -122,26 +111,3 @@ def family_ticks(pid: int) -> int:
             for child in (task / "children").read_text().split():
                 total += family_ticks(int(child))
     return total
-
-
-@contextlib.contextmanager
-def machine_lock(device: str, *, alone: bool) -> Iterator[None]:
-    """Hold a device's machine-wide lock: alone while timing, together with others while building and checking.
-
-    On a CPU everything disturbs a timing, so nobody builds or checks meanwhile. A file lock ends with its process, so a
-    killed run leaves nothing locked.
-    """
-    path = Path(tempfile.gettempdir()) / f"klineage-timing-{device}.lock"
-    flags = os.O_RDWR | os.O_CLOEXEC
-    try:
-        # Not with O_CREAT at once: Linux refuses that in /tmp for a file that another user has made.
-        fd = os.open(path, flags)
-    except FileNotFoundError:
-        fd = os.open(path, flags | os.O_CREAT, 0o666)
-    try:
-        with contextlib.suppress(OSError):
-            os.fchmod(fd, 0o666)
-        fcntl.flock(fd, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(fd)

@@ -7,7 +7,6 @@ import signal
 
 import msgspec
 
-from pytest_klineage.gate.devices import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
 from pytest_klineage.gate.policy import Outcome, Samples
 from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, standing
 from pytest_klineage.records import Code, KernelCase, Reason, Status
@@ -95,6 +94,8 @@ def charged(samples: Samples) -> Samples:
         reference_wall=samples.reference_wall,
         candidate_wall=samples.candidate_wall,
         novel=samples.novel,
+        starts=samples.starts,
+        calls_per_sample=samples.calls_per_sample,
     )
 
 
@@ -140,10 +141,19 @@ def memory_reason(samples: Samples) -> Reason | None:
     )
 
 
-def floor_reason(opened: Opened, candidate_ms: float, cores: int) -> Reason | None:
+class Peaks(msgspec.Struct, frozen=True, kw_only=True):
+    """What no machine of a kind exceeds."""
+
+    flops: float
+    """Floating-point operations per second."""
+    bytes: float
+    """Bytes read and written per second."""
+
+
+def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks) -> Reason | None:
     """A reason when a time is below what arithmetic or memory could do on any such machine."""
-    by_flops = opened.flops / (PEAK_FLOPS_PER_CORE * cores) * 1e3
-    by_bytes = opened.min_bytes / (PEAK_BYTES_PER_CORE * cores) * 1e3
+    by_flops = opened.flops / peaks.flops * 1e3
+    by_bytes = opened.min_bytes / peaks.bytes * 1e3
     floor = max(by_flops, by_bytes)
     if candidate_ms >= floor:
         return None

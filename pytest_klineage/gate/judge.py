@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-from pytest_klineage.errors import MissingDependency, UsageError
+from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
 from pytest_klineage.gate.devices import resolve_platform
 from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
+from pytest_klineage.gate.policy import POLICIES
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Verdict
 from pytest_klineage.references import reference
@@ -26,10 +27,11 @@ class Gate:
         self, platform: str, settings: GateSettings | None = None, progress: Callable[[Progress], None] | None = None
     ) -> None:
         canonical = resolve_platform(platform)
-        if canonical != "cpu":
-            raise UsageError(f"platform {canonical} cannot be judged by this version yet; valid here: cpu, auto")
-        self.platform = canonical
         self.settings = settings or GateSettings()
+        for policy in (self.settings.policy, *self.settings.also_policies):
+            if canonical == "cpu" and POLICIES[policy].mode == "graph":
+                raise UsageError(f"the timing policy {policy} needs a GPU; a CPU has paired, paper and do_bench")
+        self.platform = canonical
         self._bench = Bench(canonical, self.settings, progress)
 
     def __enter__(self) -> Gate:
@@ -48,14 +50,24 @@ class Gate:
         """The record of this machine, with what the workers have reported so far."""
         return self._bench.machine()
 
-    def judge(self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None) -> Verdict:
-        """Build, check and time one kernel. `reference_source` stands in for the case's reference, for A/A and A/B.
+    def judge(
+        self,
+        case: KernelCase,
+        source: KernelSource,
+        *,
+        reference_source: KernelSource | None = None,
+        platforms: tuple[str, ...] = (),
+    ) -> Verdict:
+        """Build, check and time one kernel; in the compile stage build it only, without its reference.
+
+        `reference_source` stands in for the case's reference, for A/A and A/B. `platforms` are those that the kernel
+        was written for, when that are not all that its surface runs on.
 
         Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks
         makes the verdict "skipped".
         """
         backend = surface_backend(source.surface.value)
-        if reference_source is None:
+        if reference_source is None and self.settings.stage == "all":
             vendor = reference(case.reference)
             if case.operator not in vendor.operators():
                 raise UsageError(
@@ -63,17 +75,24 @@ class Gate:
                 )
         if self.platform not in backend.platforms:
             message = (
-                f"a {source.surface} kernel does not run on {self.platform}, only on {', '.join(backend.platforms)}"
+                f"a {source.surface} kernel does not run on {self.platform}, only on {', '.join(backend.platforms)}; "
+                f"--klineage-platform {backend.platforms[0]} judges it there"
             )
             return self._skipped(case, source, Reason(code=Code.SKIPPED_PLATFORM, message=message))
+        if platforms and self.platform not in platforms:
+            message = f"the kernel was written for {', '.join(platforms)}, not for {self.platform}"
+            return self._skipped(case, source, Reason(code=Code.SKIPPED_PLATFORM, message=message))
+        if reference_source is None and self.settings.stage == "all":
+            vendor.check(case, self.platform)
         started = time.monotonic()
         judgement = Judgement(self._bench, case, source, reference_source)
         try:
             reasons = judgement.run()
-        except MissingDependency as error:
+        except (MissingDependency, DeviceOutOfMemory) as error:
             self._bench.processes.abort()
             judgement.discard()
-            return self._skipped(case, source, Reason(code=Code.SKIPPED_DEPENDENCY, message=str(error)))
+            code = Code.SKIPPED_DEPENDENCY if isinstance(error, MissingDependency) else Code.SKIPPED_MEMORY
+            return self._skipped(case, source, Reason(code=code, message=str(error)))
         except BaseException:
             # Whoever was asked may still answer, to a question that is no longer the last one: start afresh instead.
             self._bench.processes.abort()

@@ -7,7 +7,6 @@ import datetime
 import os
 import secrets
 import sys
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -15,24 +14,21 @@ import msgspec
 from pytest_klineage.errors import HarnessError, MissingDependency
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.audit import Audit, audit
-from pytest_klineage.gate.devices import (
-    LoadMeter,
-    describe_cpu,
-    last_level_cache_bytes,
-    machine_lock,
-    usable_cores,
-)
-from pytest_klineage.gate.policy import POLICIES, Outcome, Samples
+from pytest_klineage.gate.building import build_kernel, built_reason, resource_reasons, unchecked_notes
+from pytest_klineage.gate.devices import usable_cores
+from pytest_klineage.gate.locks import machine_lock
+from pytest_klineage.gate.places import place_for
+from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.settings import GateSettings
-from pytest_klineage.gate.statistics import median
 from pytest_klineage.gate.supervise import Processes, Worker
+from pytest_klineage.gate.timed_stage import CALL_SLACK_S, TimedStage
 from pytest_klineage.records import (
     Build,
     Check,
     Code,
-    Interval,
     KernelCase,
     KernelSource,
+    KernelTime,
     LibraryPolicy,
     Machine,
     Reason,
@@ -49,18 +45,16 @@ from pytest_klineage.records.messages import (
     OpenCase,
     Opened,
     Problem,
-    Timed,
-    TimeRequest,
 )
+from pytest_klineage.references import reference
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
 ORACLE_DEADLINE_S = 600.0
 """Longest time for the oracle to make a case's problems; large shapes in float64 take a while."""
-CALL_SLACK_S = 30.0
-"""Time beside the kernel's own deadline that one request to the oracle may take."""
+REFERENCE_LOAD_S = 300.0
+"""Longest time for a reference on a GPU to load, to tune itself, and to try its variants."""
 CRASH_GRACE_S = 1.0
 """How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
-CPU_EXTRA = "pip install 'pytest-klineage[cpu]'"
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,14 +67,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     total: int = 0
 
 
-class Rejected(Exception):
-    """A judgement has come to its end early; the reasons say why."""
-
-    def __init__(self, *reasons: Reason) -> None:
-        super().__init__(reasons[0].message)
-        self.reasons = reasons
-
-
 class Bench:
     """What the judgements of one gate share: settings, the secret behind all random inputs, and the processes."""
 
@@ -88,18 +74,29 @@ class Bench:
         self.platform, self.settings, self._report = platform, settings, report
         self.threads = settings.threads or usable_cores()
         self.secret = settings.seed if settings.seed is not None else secrets.token_hex(16)
-        self.processes = Processes(self.threads)
+        self.place = place_for(platform, settings.stage)
+        self.processes = Processes(self.threads, {**self.place.environment, **self._reference_caches()})
         self.software: dict[str, str] = {}
         """Versions that the workers have reported."""
+
+    def _reference_caches(self) -> dict[str, str]:
+        """Where references on a GPU keep what they have compiled and tuned; candidates are never told."""
+        if self.place.device == "cpu":
+            return {}
+        folder = self.settings.cache_dir
+        return {
+            "TRITON_CACHE_DIR": str(folder / "reference-triton"),
+            "FLASHINFER_WORKSPACE_BASE": str(folder / "reference-flashinfer"),
+        }
 
     @property
     def flush_bytes(self) -> int:
         """Bytes to write between two calls."""
-        return self.settings.flush_bytes or 2 * last_level_cache_bytes()
+        return self.settings.flush_bytes or self.place.flush_bytes
 
     def machine(self) -> Machine:
         """The record of this machine."""
-        return describe_cpu(self.software, {"threads": str(self.threads)})
+        return self.place.machine(self.software, self.threads)
 
     def report(self, stage: str, message: str, done: int = 0, total: int = 0) -> None:
         """Tell whoever listens where the judgement stands."""
@@ -124,19 +121,28 @@ class Judgement:
         self.containment: tuple[str, ...] = ()
         self.reference_facts: dict[str, str] = {}
         self.workers: dict[str, Worker] = {}
+        self.jobs: dict[str, tuple[Job, str]] = {}
+        """What every worker was started with: its job and the template it was forked from."""
+        self.libraries: set[str] = set()
+        """Libraries that processes of the candidate which have ended had loaded."""
         self.opened: Opened | None = None
         self.timed_s = 0.0
+        self.kernels: dict[str, tuple[KernelTime, ...]] = {}
 
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
         try:
-            with machine_lock(self.bench.platform, alone=False):
+            with machine_lock(self.bench.place.lock, alone=False):
                 self._audit()
                 built = self._build(self.source)
+                if self.settings.stage == "compile":
+                    return (built_reason(built.build),)
                 opened = self._open()
                 self._start_reference()
                 self._check_candidate(built, opened)
-            reason = self._time_all(opened)
+            timed = TimedStage(self)
+            reason = timed.run(opened)
+            timed.attribute()
             self._look_for_libraries()
         except Rejected as rejected:
             return rejected.reasons
@@ -165,21 +171,23 @@ class Judgement:
 
     def _build(self, source: KernelSource) -> Built:
         self.bench.report("build", f"building {source.label or source.surface}")
-        backend = surface_backend(source.surface.value)
         try:
-            built = backend.build(source, self.settings.cache_dir, timeout_s=self.settings.build_timeout_s)
+            built = build_kernel(source, self.bench.platform, self.settings)
         except SurfaceFailure as failure:
             self.log = findings.clean(failure.log)
             raise Rejected(Reason(code=failure.code, message=failure.message)) from failure
         if source is self.source:
             self.build = built.build
+            self.notes += unchecked_notes(self.case, built.build, source.surface)
+            if reasons := resource_reasons(self.case, built.build, source.surface):
+                raise Rejected(*reasons)
         return built
 
     def _open(self) -> Opened:
         self.bench.report("oracle", "computing expected outputs in float64")
         request = OpenCase(
             case=self.case, secret=self.bench.secret, seeds=self.settings.seeds,
-            flush_bytes=self.bench.flush_bytes, threads=self.bench.threads,
+            flush_bytes=self.bench.flush_bytes, threads=self.bench.threads, device=self.bench.place.device,
         )  # fmt: skip
         opened = self.processes.ask_oracle(request, Opened, ORACLE_DEADLINE_S)
         if isinstance(opened, Problem):
@@ -197,19 +205,23 @@ class Judgement:
         if self.reference_source is not None:
             built = self._build(self.reference_source)
             job = self._job(self.reference_source, built)
-            preload = "torch" if surface_backend(self.reference_source.surface.value).needs_torch else "none"
+            preload = self._preload(self.reference_source)
             self.reference_facts = {"label": self.reference_source.label, "digest": self.reference_source.digest}
         else:
-            job = Job(surface="reference", case=self.case, threads=self.bench.threads, sandbox=False)
+            job = Job(
+                surface="reference", case=self.case, platform=self.bench.platform, threads=self.bench.threads,
+                sandbox=False, flush_bytes=self.bench.flush_bytes,
+            )  # fmt: skip
             preload = "torch"
         attached = self._start("reference", job, preload)
         self.reference_facts |= attached.settings
 
     def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:
-        backend = surface_backend(self.source.surface.value)
-        preload = "torch" if backend.needs_torch else "none"
-        attached = self._start(role, self._job(self.source, built, refuse_framework=refuse_framework), preload)
-        self.containment = attached.containment
+        job = self._job(self.source, built, refuse_framework=refuse_framework)
+        self.containment = self._start(role, job, self._preload(self.source)).containment
+
+    def _preload(self, source: KernelSource) -> str:
+        return self.bench.place.preload(needs_torch=surface_backend(source.surface.value).needs_torch)
 
     def _job(self, source: KernelSource, built: Built, *, refuse_framework: bool = False) -> Job:
         importable = tuple(path for path in sys.path if path and os.path.isdir(path)) if source.module else ()
@@ -217,18 +229,24 @@ class Judgement:
             surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, module=source.module,
             case=self.case, platform=self.bench.platform, read_paths=importable, threads=self.bench.threads,
             sandbox="sandbox" in self.settings.defences, refuse_framework=refuse_framework,
+            flush_bytes=self.bench.flush_bytes, allow_processes=surface_backend(source.surface.value).allow_processes,
         )  # fmt: skip
 
     def _start(self, role: str, job: Job, preload: str) -> Attached:
         self.bench.report("start", f"starting the {role}")
+        self.jobs[role] = job, preload
         worker = Worker(self.processes.template(preload), job)
         self.workers[role] = worker
         fds = [worker.oracle_end.fileno()]
-        attach = Attach(role=role, deadline_s=self.settings.load_timeout_s)
-        answer = self.processes.ask_oracle(attach, Attached, self.settings.load_timeout_s + CALL_SLACK_S, fds)
+        # A reference may tune itself when it starts: FLA takes half a minute.
+        slow = role == "reference" and self.bench.place.device != "cpu"
+        deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
+        answer = self.processes.ask_oracle(
+            Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
+        )  # fmt: skip
         worker.oracle_end.close()
         if isinstance(answer, Problem):
-            raise self._failed(answer)
+            raise self.failed(answer)
         return answer
 
     def _check_candidate(self, built: Built, opened: Opened) -> None:
@@ -293,81 +311,28 @@ class Judgement:
         request = CheckRequest(role=role, index=index, deadline_s=deadline, defences=self.settings.defences)
         answer = self.processes.ask_oracle(request, Checked, 2 * deadline + CALL_SLACK_S)
         if isinstance(answer, Problem):
-            raise self._failed(answer)
-        self._end_a_flood()
+            raise self.failed(answer)
+        self.end_a_flood()
         return answer
 
-    def _time_all(self, opened: Opened) -> Reason:
-        decisive: Reason | None = None
-        for name in (self.settings.policy, *self.settings.also_policies):
-            with machine_lock(self.bench.platform, alone=True):
-                started, meter = time.monotonic(), LoadMeter()
-                outcome = self._measure(name)
-                seconds, foreign_load = time.monotonic() - started, meter.foreign_share()
-            self.timed_s += seconds
-            timing = self._timing(name, outcome, seconds, foreign_load)
-            self.timings.append(timing)
-            self._distrust(name, outcome, opened)
-            if decisive is None:
-                reason = findings.timing_reason(self.case, outcome, self.settings.margin)
-                decisive = findings.busy_reason(reason, foreign_load, self.settings.busy_limit)
-        if decisive is None:
-            raise HarnessError("no timing policy ran")
-        return decisive
-
-    def _measure(self, name: str) -> Outcome:
-        started = time.monotonic()
-
-        def report(done: int, total: int, interval: Interval | None) -> None:
-            shown = f"{interval.estimate:.2f}x +-{100 * interval.half_width:.1f} %" if interval else name
-            self.bench.report("time", shown, done, total)
-
-        return POLICIES[name].measure(
-            self._sample,
-            findings.charged if "two_clocks" in self.settings.defences else lambda samples: samples,
-            precision=self.settings.precision,
-            confidence=self.settings.confidence,
-            out_of_time=lambda: time.monotonic() - started > self.settings.time_limit_s,
-            report=report,
-        )
-
-    def _sample(self, order: tuple[str, ...], reps: int) -> Samples:
-        deadline = self.settings.run_timeout_s
-        request = TimeRequest(order=order, reps=reps, deadline_s=deadline, defences=self.settings.defences)
-        answer = self.processes.ask_oracle(request, Timed, deadline * len(order) * reps + CALL_SLACK_S)
-        if isinstance(answer, Problem):
-            raise self._failed(answer)
-        self._end_a_flood()
-        if answer.reasons:
-            raise Rejected(*answer.reasons)
-        samples = Samples()
-        for sample in answer.samples:
-            own, wall = (
-                (samples.candidate, samples.candidate_wall)
-                if sample.role == "candidate"
-                else (samples.reference, samples.reference_wall)
-            )
-            own.append(sample.elapsed_ns / 1e6)
-            wall.append(sample.wall_ns / 1e6)
-            if sample.role == "candidate":
-                samples.novel.append(sample.novel)
-        return samples
-
-    def _distrust(self, name: str, outcome: Outcome, opened: Opened) -> None:
-        """Reject times that cannot be."""
-        reasons = []
-        if "fresh_inputs" in self.settings.defences and name == "paired":
-            reasons.append(findings.memory_reason(outcome.samples))
-        if "two_clocks" in self.settings.defences:
-            reasons.append(findings.clock_reason(outcome.samples))
-        if "floor" in self.settings.defences:
-            reasons.append(findings.floor_reason(opened, median(outcome.samples.candidate), self.bench.threads))
-        if found := [reason for reason in reasons if reason is not None]:
-            raise Rejected(*found)
+    def renew(self) -> None:
+        """Start both sides again, in new processes, with the jobs they had."""
+        for role in ("reference", "candidate"):
+            worker = self.workers[role]
+            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
+            ended = worker.end()
+            if role == "candidate":
+                self.libraries |= set(ended.libraries)
+                self.log = self.log or findings.clean(worker.log.text())
+            self._start(role, *self.jobs[role])
 
     def _look_for_libraries(self) -> None:
         ended = self.workers["candidate"].end()
-        reason = findings.library_reason(ended.libraries)
+        loaded = tuple(sorted(self.libraries | set(ended.libraries)))
+        self.object_to_libraries(findings.library_reason(loaded))
+
+    def object_to_libraries(self, reason: Reason | None) -> None:
+        """Reject a kernel for its use of libraries, or note it, as the case says."""
         if reason is None or "own_kernel" not in self.settings.defences or self.case.library is LibraryPolicy.ALLOW:
             return
         if self.case.library is LibraryPolicy.FORBID:
@@ -376,12 +341,12 @@ class Judgement:
 
     # --- from answers to the verdict ----------------------------------------------------------------------------------
 
-    def _end_a_flood(self) -> None:
+    def end_a_flood(self) -> None:
         """Reject a candidate that prints without end, right or wrong."""
         if self.workers["candidate"].log.flooded:
-            raise self._failed(Problem(role="candidate", reasons=()))
+            raise self.failed(Problem(role="candidate", reasons=()))
 
-    def _failed(self, problem: Problem) -> Rejected:
+    def failed(self, problem: Problem) -> Rejected:
         """A worker failed: the candidate's failure is a verdict, the reference's is ours."""
         worker = self.workers[problem.role if problem.role in self.workers else "candidate"]
         reasons = problem.reasons
@@ -394,31 +359,11 @@ class Judgement:
             cause = reasons[0].message if reasons else "it ended"
             if "No module named" in cause:
                 missing = cause.rpartition("No module named")[2].strip()
-                raise MissingDependency(f"{missing}, for the reference {self.case.reference},", CPU_EXTRA)
+                what = f"{missing}, for the reference {self.case.reference},"
+                raise MissingDependency(what, reference(self.case.reference).remedy)
             raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
         self.log = text
         return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))
-
-    def _timing(self, name: str, outcome: Outcome, seconds: float, foreign_load: float) -> Timing:
-        clocks = findings.clocks_of(outcome.samples)
-        charge = "two_clocks" in self.settings.defences
-        samples = findings.charged(outcome.samples) if charge else outcome.samples
-        return Timing(
-            policy=name,
-            reference_ms=median(samples.reference),
-            candidate_ms=median(samples.candidate),
-            speedup=outcome.interval,
-            reference_samples_ms=tuple(samples.reference),
-            candidate_samples_ms=tuple(samples.candidate),
-            warmup=outcome.warmup,
-            flush_bytes=self.bench.flush_bytes,
-            statistic=outcome.statistic,
-            wall_gap_ms=median(clocks.candidate_gaps),
-            reference_wall_gap_ms=median(clocks.reference_gaps),
-            foreign_load=foreign_load,
-            seconds=seconds,
-            stopped=outcome.stopped,
-        )
 
     def verdict(self, reasons: tuple[Reason, ...], *, overhead_s: float) -> Verdict:
         """The record of everything that was found."""
@@ -437,6 +382,8 @@ class Judgement:
             timing=self.timings[0] if self.timings else None,
             other_timings=tuple(self.timings[1:]),
             reference=self.reference_facts,
+            kernels=self.kernels.get("candidate", ()),
+            reference_kernels=self.kernels.get("reference", ()),
             containment=self.containment,
             notes=tuple(self.notes),
             log=self.log,

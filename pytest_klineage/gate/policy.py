@@ -19,10 +19,15 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
+LEAST_STARTS = 4
+"""Pairs of processes before sampling may stop because it is precise, where processes are renewed at all."""
+SIDES = ("reference", "candidate")
 PAPER_WARMUP, PAPER_REPS = 25, 100
 DO_BENCH_ESTIMATE = 5
 """Calls from which the do_bench policy estimates how many fit into its time."""
 DO_BENCH_WARMUP_MS, DO_BENCH_REP_MS = 25.0, 100.0
+DO_BENCH_MOST = 1500
+"""Calls at most: about what Triton makes of the shortest kernel, with 60 us of cache flush in its estimate."""
 
 
 class Samples(msgspec.Struct, kw_only=True):
@@ -34,6 +39,10 @@ class Samples(msgspec.Struct, kw_only=True):
     candidate_wall: list[float] = []
     novel: list[bool] = []
     """For every candidate sample, whether its inputs were made for it alone."""
+    starts: list[int] = msgspec.field(default_factory=lambda: [0])
+    """Pairs at which both processes were new."""
+    calls_per_sample: int = 1
+    """On a GPU a sample may be the median of a block of calls."""
 
     def extend(self, other: Samples) -> None:
         """Append another batch."""
@@ -42,6 +51,7 @@ class Samples(msgspec.Struct, kw_only=True):
         self.reference_wall += other.reference_wall
         self.candidate_wall += other.candidate_wall
         self.novel += other.novel
+        self.calls_per_sample = other.calls_per_sample
 
 
 class Sampler(Protocol):
@@ -63,6 +73,9 @@ class Outcome(msgspec.Struct, kw_only=True):
 Correct: TypeAlias = Callable[[Samples], Samples]
 """What to do to raw samples before statistics see them."""
 
+Renew: TypeAlias = Callable[[], bool]
+"""Called between two blocks of pairs: starts both sides in new processes when it is time, and says whether it did."""
+
 Report: TypeAlias = Callable[[int, int, Interval | None], None]
 """Progress: samples so far, samples expected, the interval so far."""
 
@@ -71,29 +84,34 @@ class Policy(ABC):
     """One way to time."""
 
     name: ClassVar[str]
+    mode: ClassVar[str] = "block"
+    """What one sample is on a GPU: see records.messages.TimeRequest."""
 
     @abstractmethod
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report,
+        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
     ) -> Outcome:  # fmt: skip
         """Sample until the policy is satisfied or out of time."""
 
 
 class Paired(Policy):
-    """Both sides alternate on the same inputs, pairs in random order; stops when precise or out of time."""
+    """Both sides alternate on the same inputs, pairs in random order; stops when precise or out of time.
+
+    Both are started anew from time to time: where a program lies in memory makes it faster or slower for its lifetime.
+    """
 
     name: ClassVar[str] = "paired"
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report,
+        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
     ) -> Outcome:  # fmt: skip
         order = random.SystemRandom()
-        sample(("reference", "candidate"), PAIRED_WARMUP)
+        sample(SIDES, PAIRED_WARMUP)
         samples, interval, look, stopped = Samples(), None, max(MIN_PAIRS, statistics.FIRST_LOOK), "time limit"
         while len(samples.candidate) < MAX_PAIRS:
-            pair = ["reference", "candidate"]
+            pair = list(SIDES)
             order.shuffle(pair)
             # ABBA: what drifts linearly over two pairs hits both sides alike.
             samples.extend(sample((*pair, *reversed(pair)), 1))
@@ -101,39 +119,52 @@ class Paired(Policy):
             if pairs >= look:
                 interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
                 look = statistics.next_look(pairs)
-                if statistics.precise_enough(interval, precision):
+                if statistics.precise_enough(interval, precision) and (
+                    renew is None or len(samples.starts) >= LEAST_STARTS
+                ):
                     stopped = "precise"
                     break
             report(pairs, look, interval)
             if pairs >= LEAST_PAIRS and out_of_time():
                 break
+            if renew is not None and renew():
+                samples.starts.append(pairs)
+                sample(SIDES, PAIRED_WARMUP)
         else:
             stopped = "pair limit"
         return Outcome(
             samples=samples,
             interval=self._interval(correct(samples), confidence, statistics.FINAL_RESAMPLES),
             warmup=PAIRED_WARMUP,
-            statistic="exp(median(log(reference/candidate))), percentile bootstrap over pairs",
+            statistic="exp(median(log(reference/candidate))), percentile bootstrap over starts and their pairs",
             stopped=stopped,
         )
 
     def _interval(self, samples: Samples, confidence: float, resamples: int) -> Interval:
         return statistics.paired_interval(
-            samples.reference, samples.candidate, confidence=confidence, resamples=resamples
+            samples.reference, samples.candidate, confidence=confidence, resamples=resamples, starts=samples.starts
         )
+
+
+class CudaGraph(Paired):
+    """As `paired`, but a sample is the mean call of a replayed CUDA graph: no launch by the host, no cache flush."""
+
+    name: ClassVar[str] = "cudagraph"
+    mode: ClassVar[str] = "graph"
 
 
 class Paper(Policy):
     """What the paper says it does: 25 warm-up calls, 100 calls, median; the reference first, then the candidate."""
 
     name: ClassVar[str] = "paper"
+    mode: ClassVar[str] = "queued"
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report,
+        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
     ) -> Outcome:  # fmt: skip
         samples = Samples()
-        for index, role in enumerate(("reference", "candidate")):
+        for index, role in enumerate(SIDES):
             sample((role,), PAPER_WARMUP)
             samples.extend(sample((role,), PAPER_REPS))
             report((index + 1) * PAPER_REPS, 2 * PAPER_REPS, None)
@@ -155,19 +186,20 @@ class DoBench(Policy):
     """
 
     name: ClassVar[str] = "do_bench"
+    mode: ClassVar[str] = "queued"
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report,
+        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
     ) -> Outcome:  # fmt: skip
         samples, warmups = Samples(), []
-        for index, role in enumerate(("reference", "candidate")):
+        for index, role in enumerate(SIDES):
             first = sample((role,), DO_BENCH_ESTIMATE)
             calls = first.reference or first.candidate
             estimate_ms = max(sum(calls) / len(calls), 1e-3)
-            warmup = max(1, int(DO_BENCH_WARMUP_MS / estimate_ms))
+            warmup = min(DO_BENCH_MOST, max(1, int(DO_BENCH_WARMUP_MS / estimate_ms)))
             sample((role,), warmup)
-            samples.extend(sample((role,), max(1, int(DO_BENCH_REP_MS / estimate_ms))))
+            samples.extend(sample((role,), min(DO_BENCH_MOST, max(1, int(DO_BENCH_REP_MS / estimate_ms)))))
             warmups.append(DO_BENCH_ESTIMATE + warmup)
             report(index + 1, 2, None)
         corrected = correct(samples)
@@ -180,4 +212,4 @@ class DoBench(Policy):
         )
 
 
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Paired(), Paper(), DoBench())}
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Paired(), Paper(), DoBench(), CudaGraph())}

@@ -16,6 +16,8 @@ DEFENCES = frozenset({
 })  # fmt: skip
 """Every defence that can be switched off, which only the tests of the defences do."""
 
+STAGES = ("all", "compile")
+"""How far a judgement goes: to the verdict, or until the kernel is built, which needs no device."""
 DAY_S = 86400.0
 
 
@@ -28,6 +30,10 @@ def default_cache_dir() -> Path:
 class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one gate. Raises UsageError for values that make no sense."""
 
+    stage: str = "all"
+    """One of STAGES."""
+    artifacts: Path | None = None
+    """Folder of built kernels: written in the compile stage, read in a whole judgement."""
     policy: str = "paired"
     """Timing policy that decides."""
     also_policies: tuple[str, ...] = ()
@@ -36,8 +42,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How far below the required speedup a kernel may be."""
     precision: float = 0.01
     """Half-width of the interval at which sampling stops, relative."""
-    confidence: float = 0.99
-    """Of the interval within one pair of processes. Two starts of one kernel differ by a percent or two beyond that."""
+    confidence: float = 0.95
+    """Of the interval."""
     time_limit_s: float = 10.0
     """Longest time to spend on the timed blocks of one policy."""
     busy_limit: float = 0.25
@@ -57,6 +63,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     defences: frozenset[str] = DEFENCES
 
     def __post_init__(self) -> None:
+        if self.stage not in STAGES:
+            raise UnknownName("stage", self.stage, STAGES)
         for policy in (self.policy, *self.also_policies):
             if policy not in POLICIES:
                 raise UnknownName("timing policy", policy, POLICIES)

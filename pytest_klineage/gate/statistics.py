@@ -43,23 +43,35 @@ def paired_interval(
     confidence: float = 0.95,
     resamples: int = FINAL_RESAMPLES,
     seed: int = 0,
+    starts: Sequence[int] = (0,),
 ) -> Interval:
     """Speedup and its percentile bootstrap interval: exp of the median of the paired log-ratios.
 
-    Samples in milliseconds; the n-th of both belong together. `seed` makes a record reproducible from its samples.
+    Samples in milliseconds; the n-th of both belong together. `starts` are the pairs at which both processes were new:
+    two starts of one program differ for as long as they live, so the bootstrap draws starts first and then pairs of
+    each (Davison and Hinkley, Bootstrap Methods and their Application, 3.8). `seed` makes a record reproducible from
+    its samples.
     """
     ratios = log_ratios(reference_ms, candidate_ms)
     draw = random.Random(seed)
     count = len(ratios)
     if count < FEW_PAIRS:
         return Interval(math.exp(median(ratios)), math.exp(min(ratios)), math.exp(max(ratios)), confidence)
-    medians = sorted(median(draw.choices(ratios, k=count)) for _ in range(resamples))
+    groups = [ratios[start:end] for start, end in zip(starts, [*starts[1:], count], strict=True) if start < end]
+    medians = sorted(median(_resample(groups, draw)) for _ in range(resamples))
     tail = (1 - confidence) / 2
     low, high = quantile(medians, tail), quantile(medians, 1 - tail)
     estimate = median(ratios)
     # A percentile interval of a discrete bootstrap can, with few pairs, end on the wrong side of its own estimate.
     low, high = min(low, estimate), max(high, estimate)
     return Interval(math.exp(estimate), math.exp(low), math.exp(high), confidence)
+
+
+def _resample(groups: list[list[float]], draw: random.Random) -> list[float]:
+    if len(groups) == 1:
+        return draw.choices(groups[0], k=len(groups[0]))
+    drawn = draw.choices(groups, k=len(groups))
+    return [ratio for group in drawn for ratio in draw.choices(group, k=len(group))]
 
 
 def unpaired_interval(

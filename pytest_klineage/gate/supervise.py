@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from pytest_klineage.channel import BadFrame, Channel, ChannelClosed
-from pytest_klineage.errors import DeadlineExceeded, HarnessError, MissingDependency, UsageError, WorkerDied
+from pytest_klineage.errors import (
+    DeadlineExceeded,
+    DeviceOutOfMemory,
+    HarnessError,
+    MissingDependency,
+    UsageError,
+    WorkerDied,
+)
 from pytest_klineage.records.messages import (
     End,
     Ended,
@@ -99,7 +106,10 @@ class WorkerProcess:
 
 def worker_environment(threads: int) -> dict[str, str]:
     """The environment of trusted processes and, from them, of workers: no variable of the caller's but a few."""
-    kept = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR", "CUDA_VISIBLE_DEVICES")
+    kept = (
+        "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "TMPDIR", "CUDA_VISIBLE_DEVICES", "CUDA_HOME",
+        "CUDA_PATH", "FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS",
+    )  # fmt: skip
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     if "PYTHONPATH" in environment:
         paths = environment["PYTHONPATH"].split(os.pathsep)
@@ -183,8 +193,9 @@ class Worker:
 class Processes:
     """The oracle and the templates of one judge, started when first needed and kept."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, environment: dict[str, str] | None = None) -> None:
         self.threads = threads
+        self._environment = environment or {}
         self._oracle: WorkerProcess | None = None
         self._templates: dict[str, WorkerProcess] = {}
 
@@ -194,7 +205,8 @@ class Processes:
             self._oracle.close()
             self._oracle = None
         if self._oracle is None:
-            self._oracle = WorkerProcess("oracle", threads=self.threads, environment={"OMP_WAIT_POLICY": "PASSIVE"})
+            environment = {**self._environment, "OMP_WAIT_POLICY": "PASSIVE"}
+            self._oracle = WorkerProcess("oracle", threads=self.threads, environment=environment)
         return self._oracle
 
     def template(self, preload: str) -> WorkerProcess:
@@ -202,7 +214,9 @@ class Processes:
         if preload in self._templates and self._templates[preload].lost:
             self._templates.pop(preload).close()
         if preload not in self._templates:
-            self._templates[preload] = WorkerProcess("template", preload=preload, threads=self.threads)
+            self._templates[preload] = WorkerProcess(
+                "template", preload=preload, threads=self.threads, environment=self._environment
+            )
         return self._templates[preload]
 
     def ask_oracle(
@@ -213,6 +227,8 @@ class Processes:
         if isinstance(answer, OracleFault):
             if answer.kind in ("UsageError", "UnknownName"):
                 raise UsageError(answer.message)
+            if answer.kind == "OutOfMemoryError":
+                raise DeviceOutOfMemory(f"the case does not fit into the GPU's memory: {answer.message}")
             raise HarnessError(f"the oracle cannot do that: {answer.kind}: {answer.message}")
         if not isinstance(answer, kind | Problem):
             raise HarnessError(f"the oracle answered with a {type(answer).__name__}")

@@ -1,9 +1,9 @@
 """Expert kernels on disk: experts/<operator>/<platform>-<surface>/expert.toml to records. No lineages, no cards.
 
 [kernel]                       operator, platform, surface
-[variants.expert]              files (the first is compiled), entry, flags, techniques, label
+[variants.expert]              files (the first is compiled), entry, flags, techniques, label, platforms
 [variants.naive]               as many variants as there are; "expert" and "naive" are what suites ask for
-[[stages]]                     file, adds, preconditions, risks: the way from naive to expert, one optimization each
+[[stages]]                     file, adds, preconditions, risks, platforms: from naive to expert, one optimization each
 [contract]                     what the kernel demands of its arguments; free text by topic
 [provenance]                   where it comes from: author, licence, source
 """
@@ -33,6 +33,8 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What makes it fast, in the field's words."""
     label: str = ""
     """What tables call it; the variant's name when empty."""
+    platforms: tuple[str, ...] = ()
+    """Platforms that it can be built for; the folder's own when empty."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,6 +46,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The optimization, in the field's words."""
     preconditions: tuple[str, ...] = ()
     risks: tuple[str, ...] = ()
+    platforms: tuple[str, ...] = ()
+    """Platforms that it can be built for; the folder's own when empty."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it: the file's name without its suffix, such as "07-wgmma"."""
+        return Path(self.file).stem
 
 
 class Expert(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +77,23 @@ class Expert(msgspec.Struct, frozen=True, kw_only=True):
         return KernelSource(
             surface=self.surface, files=files, entry=chosen.entry, flags=chosen.flags, label=chosen.label or variant
         )
+
+    def stage(self, name: str) -> Stage:
+        """The stage of that name. Raises UnknownName."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise UnknownName(f"stage of {self.directory}", name, [stage.name for stage in self.stages])
+
+    def stage_source(self, name: str) -> KernelSource:
+        """The source of one stage, read from disk. Raises UnknownName, or UsageError for an unreadable file."""
+        stage = self.stage(name)
+        file = SourceFile(name=Path(stage.file).name, text=_read(self.directory / stage.file))
+        return KernelSource(surface=self.surface, files=(file,), entry="run", label=stage.name)
+
+    def platforms_of(self, kernel: Variant | Stage) -> tuple[str, ...]:
+        """Platforms that one of these kernels can be built for."""
+        return kernel.platforms or (self.platform,)
 
 
 class _Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
 from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
 from pytest_klineage.plugin.hooks import Hooks
 from pytest_klineage.plugin.markers import MARKER_LINE, pytest_pycollect_makeitem
@@ -17,6 +18,7 @@ __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_pycollect_makeitem",
+    "pytest_xdist_auto_num_workers",
 ]
 
 

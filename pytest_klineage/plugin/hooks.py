@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_klineage.plugin.benchmark import install_timers
+from pytest_klineage.plugin.distribution import Distribution
 from pytest_klineage.plugin.markers import CASE_KEY
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Hooks:
     def __init__(self, session: KlineageSession) -> None:
         self.session = session
         self._ledger: Ledger | None = None
+        session.config.pluginmanager.register(Distribution(session), "klineage-distribution")
         if not session.is_worker:
             # At once, not with the test's report: an interrupted test makes no report, and its verdicts are data.
             session.write_with(lambda nodeid, verdict: self.ledger.add(nodeid, verdict))

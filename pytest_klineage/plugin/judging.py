@@ -14,7 +14,7 @@ from pytest_klineage.plugin.benchmark import export
 from pytest_klineage.plugin.explain import explain
 from pytest_klineage.plugin.markers import case_of
 from pytest_klineage.plugin.session import KlineageSession
-from pytest_klineage.records import KernelCase, KernelSource, Status, Surface, Verdict
+from pytest_klineage.records import KernelCase, KernelSource, Status, Surface, Verdict, platform_name
 from pytest_klineage.report.wording import told
 from pytest_klineage.surfaces import read_source
 
@@ -54,12 +54,14 @@ class KernelGate:
         case: KernelCase | None = None,
         against: Kernel | None = None,
         label: str = "",
+        platforms: Sequence[str] = (),
     ) -> Verdict:
         """Judge `kernel`: a file (relative to the test's own), "package.module:function", or a KernelSource.
 
         entry: exported symbol or function, "run" by default. surface: the language, when the suffix does not say it.
         flags: build flags. also: files that the first includes. case: instead of the marker's.
         against: another kernel that takes the place of the reference. label: what tables call the kernel.
+        platforms: those that the kernel was written for, such as ("sm90",); on others it is skipped.
         """
         __tracebackhide__ = True
         trouble: KlineageError
@@ -67,7 +69,7 @@ class KernelGate:
             chosen = case if case is not None else self.case
             source = self._source(kernel, surface, entry, flags, also, label)
             rival = None if against is None else self._source(against, None, None, (), (), "")
-            verdict = self._judge(chosen, source, rival)
+            verdict = self._judge(chosen, source, rival, platforms)
         except KlineageError as error:
             trouble = error
         else:
@@ -124,12 +126,17 @@ class KernelGate:
                 return path, found[2]
         return None
 
-    def _judge(self, case: KernelCase, source: KernelSource, rival: KernelSource | None) -> Verdict:
+    def _judge(
+        self, case: KernelCase, source: KernelSource, rival: KernelSource | None, platforms: Sequence[str]
+    ) -> Verdict:
+        if isinstance(platforms, str):
+            raise UsageError(f"platforms= is a sequence of names, got the string {platforms!r}")
+        names = tuple(platform_name(name) for name in platforms)
         progress = self.session.progress
         if progress is not None:
             progress.begin(f"{case.id} {source.label}".rstrip())
         try:
-            return self.session.gate.judge(case, source, reference_source=rival)
+            return self.session.gate.judge(case, source, reference_source=rival, platforms=names)
         finally:
             if progress is not None:
                 progress.end()

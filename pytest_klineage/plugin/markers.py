@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 
 MARKER = "kernel_case"
 MARKER_LINE = (
-    'kernel_case(shape, dtype, ref="torch", *, op, at_least=1.0, library="forbid", also=(), **options): '
-    "the case that the kernel of this test is judged on; see the kernel_gate fixture."
+    'kernel_case(shape, dtype, ref="torch", *, op, at_least=1.0, library="forbid", also=(), max_spills=None, '
+    "requires=(), **options): the case that the kernel of this test is judged on; see the kernel_gate fixture."
 )
 CASE_KEY = pytest.StashKey["KernelCase"]()
 
@@ -31,6 +32,8 @@ def kernel_case(
     at_least: float = 1.0,
     library: str = "forbid",
     also: Sequence[Sequence[int] | dict[str, int]] = (),
+    max_spills: int | None = None,
+    requires: Sequence[str] = (),
     **options: Option,
 ) -> pytest.MarkDecorator:
     """Mark a test with the case that its kernel is judged on.
@@ -42,11 +45,14 @@ def kernel_case(
     at_least: speedup that the kernel must reach, up to the gate's margin.
     library: "forbid", "label" or "allow" work done by a library.
     also: further shapes at which the kernel must be right.
+    max_spills: bytes of registers per thread that a GPU kernel may spill; None for any number.
+    requires: instructions that must be in the machine code, such as ("wgmma", "tma_load"); see docs/reference.
     options: the operator's own, such as causal=True.
 
     Names are checked when pytest collects the test: a typo costs no build. `pytest-klineage cases` lists them.
     """
-    return pytest.mark.kernel_case(shape, dtype, ref, op=op, at_least=at_least, library=library, also=also, **options)
+    given: dict[str, Any] = {"max_spills": max_spills, "requires": requires, **options}
+    return pytest.mark.kernel_case(shape, dtype, ref, op=op, at_least=at_least, library=library, also=also, **given)
 
 
 def case_of(item: pytest.Item) -> KernelCase | None:
@@ -83,7 +89,7 @@ def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
             own = [parameter for parameter in signature.parameters if parameter != "options"]
             raise UnknownName(f"argument of kernel_case for {operator}", name, (*own, *OPERATORS[operator].options))
     check_reference(given["ref"], operator, REFERENCES)
-    return make_case(
+    case = make_case(
         operator,
         _shape(given["shape"]),
         given["dtype"],
@@ -92,6 +98,9 @@ def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
         library=_library(given["library"]),
         also_shapes=_shapes(given["also"]),
         **options,
+    )
+    return msgspec.structs.replace(
+        case, max_spills=_max_spills(given["max_spills"]), requires=_requires(given["requires"])
     )
 
 
@@ -129,6 +138,23 @@ def _shapes(shapes: Any) -> tuple[tuple[int, ...] | dict[str, int], ...]:
     if not isinstance(shapes, list | tuple):
         raise UsageError(f"also= is a list of shapes, such as [(1, 7, 33)], got {shapes!r}")
     return tuple(_shape(shape) for shape in shapes)
+
+
+def _max_spills(given: Any) -> int | None:
+    if given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0):
+        return given
+    raise UsageError(f"max_spills= is a number of bytes, 0 or more, got {given!r}")
+
+
+def _requires(names: Any) -> tuple[str, ...]:
+    from pytest_klineage.records import INSTRUCTIONS
+
+    if not isinstance(names, list | tuple):
+        raise UsageError(f'requires= is a list of instructions, such as ("wgmma",), got {names!r}')
+    for name in names:
+        if name not in INSTRUCTIONS:
+            raise UnknownName("instruction", name, INSTRUCTIONS)
+    return tuple(names)
 
 
 def _library(name: Any) -> LibraryPolicy:

@@ -16,6 +16,7 @@ import pytest
 Parser: TypeAlias = Callable[[str], Any]
 
 MODES = ("gate", "record")
+STAGES = ("all", "compile")
 PROGRESS = ("auto", "on", "off")
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
@@ -89,6 +90,15 @@ OPTIONS = (
         "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
     ),
     Option(
+        "stage", "all|compile", one_of(*STAGES),
+        "How far to go: judge (all), or build every kernel for the platform and hold it to its resources, which needs"
+        " no device (compile) (default: all)",
+    ),
+    Option(
+        "artifacts", "DIR", word,
+        "Folder of built kernels: written with --klineage-stage=compile, else used instead of building",
+    ),
+    Option(
         "fail-skipped", "", switch, "A kernel that cannot be judged here, as without a compiler, fails its test"
     ),
     Option("policy", "NAME", word, "Timing policy that decides: paired, paper or do_bench (default: paired)"),
@@ -99,7 +109,7 @@ OPTIONS = (
         "Stop timing when the interval is this narrow, as a half-width relative to the speedup (default: 0.01)",
     ),
     Option(
-        "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.99)"
+        "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.95)"
     ),
     Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
     Option(
@@ -131,6 +141,8 @@ OPTIONS = (
 )  # fmt: skip
 
 GATE_KEYS = {
+    "stage": "stage",
+    "artifacts": "artifacts",
     "policy": "policy",
     "also-policy": "also_policies",
     "margin": "margin",
@@ -203,8 +215,9 @@ def read_settings(config: pytest.Config) -> Settings:
     gate = {GATE_KEYS[name]: values[name] for name in given if name in GATE_KEYS}
     if "also_policies" in gate:
         gate["also_policies"] = tuple(gate["also_policies"])
-    if "cache_dir" in gate:
-        gate["cache_dir"] = _path(config, "cache-dir", values["cache-dir"])
+    for name in ("cache-dir", "artifacts"):
+        if values[name] is not None:
+            gate[GATE_KEYS[name]] = _path(config, name, values[name])
     return Settings(
         platform=values["platform"] or "auto",
         mode=values["mode"] or "gate",

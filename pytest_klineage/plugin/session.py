@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.progress import ProgressLine
     from pytest_klineage.records import Verdict
 
-JUDGED_PLATFORMS = ("cpu",)
-"""Platforms that this version can judge on; the others are known by name."""
 SESSION_KEY = pytest.StashKey["KlineageSession"]()
 
 
@@ -57,18 +55,16 @@ class KlineageSession:
     def platform(self) -> str:
         """Canonical name of the platform; "auto" is resolved on first use. Raises UsageError.
 
-        "auto" takes the best that this version can judge on: a GPU in the machine must not stop kernels for the CPU.
+        "auto" takes the GPU that the machine has, else the CPU.
         """
         if not self._platform:
             from pytest_klineage.gate import resolve_platform
+            from pytest_klineage.gate.gpus import gpus_for
 
-            wish = self.settings.platform
-            found = resolve_platform(wish)
-            if found not in JUDGED_PLATFORMS:
-                judged = ", ".join(JUDGED_PLATFORMS)
-                if wish.lower() != "auto":
-                    raise UsageError(f"platform {found}: this version judges on {judged} only; valid: auto, {judged}")
-                found = JUDGED_PLATFORMS[0]
+            found = resolve_platform(self.settings.platform)
+            if found != "cpu" and self.settings.gate.get("stage") != "compile":
+                # Said before anything is collected: no GPU, another one, a driver that is too old.
+                gpus_for(found)
             self._platform = found
         return self._platform
 

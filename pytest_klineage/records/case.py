@@ -7,12 +7,18 @@ from typing import TypeAlias
 
 import msgspec
 
-from pytest_klineage.errors import UsageError
+from pytest_klineage.errors import UnknownName, UsageError
 
 Option: TypeAlias = bool | int | float | str
 
 DTYPES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4}
 """Short names of data types and their size in bytes."""
+
+INSTRUCTIONS = (
+    "bulk_copy", "cluster", "cp_async", "ldmatrix", "mbarrier", "mma", "multicast", "setmaxnreg", "stmatrix",
+    "tma_load", "tma_prefetch", "tma_reduce", "tma_store", "wgmma",
+)  # fmt: skip
+"""Matrix and asynchronous instructions of GPUs that a case may require; surfaces/resources.py knows their opcodes."""
 
 
 class LibraryPolicy(StrEnum):
@@ -44,10 +50,19 @@ class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     library: LibraryPolicy = LibraryPolicy.FORBID
     also_shapes: tuple[dict[str, int], ...] = ()
     """Further shapes at which the kernel must be right; they are not timed."""
+    max_spills: int | None = None
+    """Bytes of registers per thread that each GPU kernel may spill to local memory; None for any number."""
+    requires: tuple[str, ...] = ()
+    """Names of INSTRUCTIONS; each must occur in one of the GPU kernels at least."""
 
     def __post_init__(self) -> None:
         if self.at_least <= 0:
             raise UsageError(f"at_least must be positive, got {self.at_least}")
+        if self.max_spills is not None and self.max_spills < 0:
+            raise UsageError(f"max_spills must not be negative, got {self.max_spills}")
+        for name in self.requires:
+            if name not in INSTRUCTIONS:
+                raise UnknownName("instruction", name, INSTRUCTIONS)
 
     @property
     def id(self) -> str:

@@ -6,7 +6,7 @@ import msgspec
 
 from pytest_klineage.records.case import KernelCase
 from pytest_klineage.records.signature import Arena
-from pytest_klineage.records.verdict import Check, Code, Reason
+from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
 CANDIDATE_FRAME_BYTES = 64 * 1024
 """The longest frame that is read from an untrusted worker."""
@@ -32,6 +32,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     allow_processes: bool = False
     refuse_framework: bool = False
     """Make every framework operation that computes raise."""
+    flush_bytes: int = 0
+    """On a GPU the worker itself writes this much between two timed calls, on the stream of the calls."""
 
 
 # --- oracle to worker -------------------------------------------------------------------------------------------------
@@ -59,11 +61,23 @@ class Again(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nonce: int
 
 
+class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """On a GPU: queue one call for every entry of `slots` without waiting between them, then wait for all."""
+
+    arena: int
+    slots: tuple[int, ...]
+    nonce: int
+    graph: bool = False
+    """Record the calls in a CUDA graph first and time replays of it, without any flush."""
+    profile: bool = False
+    """Record which kernels the device executes meanwhile."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-ToWorker = Map | Run | Again | Stop
+ToWorker = Map | Run | RunBlock | Again | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -93,6 +107,18 @@ class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elapsed_ns: int
 
 
+class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All calls of a block have come to their end on their stream; times by the device's clock."""
+
+    nonce: int
+    elapsed_ns: tuple[int, ...]
+    """From a call's start to the end of what it queued on its stream; of a graph, the mean of every replay."""
+    settled_ns: tuple[int, ...]
+    """From there until nothing at all was left to do on the device; empty for a graph."""
+    span_ns: int
+    """From the first call's start to the end of everything."""
+
+
 class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
     """A tensor that the kernel returned instead of writing into the output it was given."""
 
@@ -106,6 +132,10 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     nonce: int
     tensors: tuple[ReturnedTensor, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
+    """What the device executed during a profiled block, without the flushes between calls."""
+    busy_ns: int = 0
+    """For how long it was executing at least one of them."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -116,7 +146,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromWorker = Loaded | LoadFailed | Mapped | Returned | Done | Failed
+FromWorker = Loaded | LoadFailed | Mapped | Returned | BlockReturned | Done | Failed
 
 
 # --- judge to oracle --------------------------------------------------------------------------------------------------
@@ -130,6 +160,8 @@ class OpenCase(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seeds: int
     flush_bytes: int
     threads: int
+    device: str = "cpu"
+    """Where inputs, answers and shared memory lie: "cpu" or "cuda"."""
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -161,13 +193,24 @@ class TimeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     reps: int
     deadline_s: float
     defences: frozenset[str]
+    mode: str = "block"
+    """On a GPU: "block" gives the median of a block of calls as one sample, "queued" every call's own time, "graph" the
+    mean of a replayed graph. A CPU runs one call at a time in any mode but "graph"."""
+
+
+class ProfileRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run one more block, like those that are timed, and record which kernels the device executes."""
+
+    role: str
+    deadline_s: float
+    defences: frozenset[str]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the oracle."""
 
 
-ToOracle = OpenCase | Attach | Detach | CheckRequest | TimeRequest | Shutdown
+ToOracle = OpenCase | Attach | Detach | CheckRequest | TimeRequest | ProfileRequest | Shutdown
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
@@ -227,6 +270,19 @@ class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     samples: tuple[Sample, ...]
     reasons: tuple[Reason, ...] = ()
+    calls_per_sample: int = 1
+
+
+class Profiled(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """What the device executed during one block. `reasons` is empty when every output was right."""
+
+    kernels: tuple[KernelTime, ...]
+    calls: int
+    busy_ns: int
+    """For how long the device was executing kernels, flushes left out."""
+    claimed_ns: int
+    """What the calls of the same block took by their own events."""
+    reasons: tuple[Reason, ...] = ()
 
 
 class OracleFault(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -236,7 +292,7 @@ class OracleFault(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromOracle = Opened | Attached | Problem | Checked | Timed | OracleFault
+FromOracle = Opened | Attached | Problem | Checked | Timed | Profiled | OracleFault
 
 
 # --- judge to template ------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 
 import msgspec
 
 from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.device import GpuReadings
 from pytest_klineage.records.platform import Machine
 
 SCHEMA_VERSION = 1
@@ -35,6 +37,7 @@ class Code(StrEnum):
     ACCEPTED_FASTER = "accepted.faster"
     ACCEPTED_SAME = "accepted.same"
     ACCEPTED_MEETS_TARGET = "accepted.meets_target"
+    ACCEPTED_BUILT = "accepted.built"
     SLOWER_THAN_REQUIRED = "slower.than_required"
     INCONCLUSIVE_INTERVAL = "inconclusive.interval"
     INCONCLUSIVE_BUSY = "inconclusive.busy_machine"
@@ -52,6 +55,7 @@ class Code(StrEnum):
     LATE_WORK = "cheat.late_work"
     CLOCK = "cheat.clock"
     TOO_FAST = "cheat.too_fast"
+    NO_DEVICE_WORK = "cheat.no_device_work"
     FAKE_TENSOR = "cheat.fake_tensor"
     EARLY_EXIT = "cheat.early_exit"
     FORGED_REPLY = "cheat.forged_reply"
@@ -63,12 +67,17 @@ class Code(StrEnum):
     FLAG_REFUSED = "build_error.flag_refused"
     SOURCE_MISSING = "build_error.source_missing"
     ENTRY_MISSING = "build_error.entry_missing"
+    SPILLS = "build_error.spills"
+    MISSING_INSTRUCTION = "build_error.missing_instruction"
+    ARTIFACT = "build_error.artifact"
     BUILD_IO = "build_error.io"
     EXCEPTION = "runtime_error.exception"
     RETURNED_ERROR = "runtime_error.returned_error"
     CRASH = "runtime_error.crash"
     EXITED = "runtime_error.exited"
     LOG_FLOOD = "runtime_error.log_flood"
+    CUDA_ERROR = "runtime_error.cuda"
+    NOT_CAPTURABLE = "runtime_error.not_capturable"
     OUT_OF_MEMORY = "runtime_error.out_of_memory"
     TIMEOUT_BUILD = "timeout.build"
     TIMEOUT_LOAD = "timeout.load"
@@ -76,6 +85,7 @@ class Code(StrEnum):
     SKIPPED_PLATFORM = "skipped.platform"
     SKIPPED_DEPENDENCY = "skipped.missing_dependency"
     SKIPPED_NOT_SCORABLE = "skipped.not_scorable"
+    SKIPPED_MEMORY = "skipped.out_of_memory"
 
     @property
     def status(self) -> Status:
@@ -105,11 +115,48 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The shape, when it is one of the case's further shapes."""
 
 
+class KernelResources(msgspec.Struct, frozen=True, kw_only=True):
+    """What the compiler gave one GPU kernel: registers, spills, shared memory, and the instructions that matter."""
+
+    name: str
+    """The symbol, as the compiler prints it (mangled for C++)."""
+    registers: int
+    """Per thread."""
+    spill_store_bytes: int = 0
+    """Per thread; registers that did not fit and went to local memory."""
+    spill_load_bytes: int = 0
+    stack_bytes: int = 0
+    """Local memory per thread: spills, and arrays that are not indexed by constants."""
+    static_shared_bytes: int = 0
+    """Shared memory per block that the source declares; what a launch adds is not known before it."""
+    instructions: tuple[str, ...] | None = None
+    """Words of records.case.INSTRUCTIONS found in the machine code, sorted; None when nobody looked."""
+
+    @property
+    def function(self) -> str:
+        """The function's own name, without namespaces, template arguments and parameters."""
+        rest, parts = self.name.removeprefix("_Z").lstrip("NK"), []
+        while self.name.startswith("_Z") and (length := re.match(r"L?(\d+)", rest)):
+            end = length.end() + int(length[1])
+            parts.append(rest[length.end() : end])
+            rest = rest[end:]
+        return next((part for part in reversed(parts) if not part.startswith("_GLOBAL__N")), self.name)
+
+    @property
+    def spill_bytes(self) -> int:
+        """What `max_spills` limits: bytes stored or bytes loaded, the larger one."""
+        return max(self.spill_store_bytes, self.spill_load_bytes)
+
+
 class Build(msgspec.Struct, frozen=True, kw_only=True):
     """How the source became something that can be loaded."""
 
     digest: str
-    """Content digest of source, flags, ABI header and toolchain."""
+    """Content digest of source, flags, ABI header, architecture and toolchain."""
+    recipe: str = ""
+    """The same without the toolchain: the name of a portable artifact; empty where a surface has none."""
+    platform: str = ""
+    """What it was built for; empty for what runs anywhere."""
     command: str = ""
     toolchain: str = ""
     seconds: float = 0.0
@@ -117,6 +164,12 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
     cached: bool = False
     log: str = ""
     """The compiler's own messages, bounded."""
+    includes: dict[str, str] = {}
+    """Header libraries that were asked for by name, and their versions."""
+    kernels: tuple[KernelResources, ...] = ()
+    """The GPU kernels in it, by name; empty where a surface has none or builds them when they run."""
+    artifact: str = ""
+    """SHA-256 of the file, when it was taken from --klineage-artifacts instead of being built."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -131,6 +184,14 @@ class Interval(msgspec.Struct, frozen=True):
     def half_width(self) -> float:
         """Half of the interval's width relative to the estimate."""
         return (self.high - self.low) / (2 * self.estimate) if self.estimate else float("inf")
+
+
+class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel, copy or fill by the name under which the device executed it."""
+
+    name: str
+    calls: int
+    total_ns: int
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,6 +218,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     reference_wall_gap_ms: float = 0.0
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""
+    starts: tuple[int, ...] = (0,)
+    """Samples at which both sides were started in new processes; the interval is over starts and their samples."""
+    calls_per_sample: int = 1
+    """On a GPU a sample may be the median over a block of so many calls, or the mean of a graph of them."""
+    gpu: GpuReadings | None = None
+    """Clocks, power and temperature meanwhile, when a GPU was timed."""
     seconds: float = 0.0
     """Wall time of the timed blocks, including preparation of inputs between calls."""
     stopped: str = ""
@@ -182,6 +249,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Further policies, when asked for."""
     reference: dict[str, str] = {}
     """What the reference was: label, versions, backend flags."""
+    kernels: tuple[KernelTime, ...] = ()
+    """What a GPU executed for the candidate during one block, by device time; figures are of the whole block."""
+    reference_kernels: tuple[KernelTime, ...] = ()
     containment: tuple[str, ...] = ()
     """Sandbox mechanisms that were active in the candidate's process."""
     notes: tuple[str, ...] = ()

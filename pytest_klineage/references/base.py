@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.records import KernelCase
 
 if TYPE_CHECKING:
@@ -13,6 +15,41 @@ if TYPE_CHECKING:
 
     Tensors: TypeAlias = dict[str, torch.Tensor]
     Call: TypeAlias = Callable[[Tensors, Tensors], dict[str, torch.Tensor] | None]
+    Convert: TypeAlias = Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tensors of a case's signature on the GPU that it will run on, for warming up and for comparing variants."""
+
+    platform: str
+    """Canonical name of the platform, such as "sm90"."""
+    inputs: Tensors
+    outputs: Tensors
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return next(iter(self.inputs.values())).device
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way in which a library computes a case. It is a call itself, one that converts first."""
+
+    call: Call
+    """Timed: takes inputs as `convert` left them, and preallocated outputs."""
+    convert: Convert | None = None
+    """Untimed: inputs in the library's own convention, which its users keep them in; see docs/reference/references.md.
+
+    It allocates what it makes and changes none of the inputs.
+    """
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Switches of the process that belong to this variant, by name of `flags.switches`."""
+
+    def __call__(self, inputs: Tensors, outputs: Tensors) -> Tensors | None:
+        """Convert and call."""
+        return self.call(inputs if self.convert is None else self.convert(inputs), outputs)
 
 
 class Reference(ABC):
@@ -20,19 +57,38 @@ class Reference(ABC):
 
     name: ClassVar[str]
     platforms: ClassVar[tuple[str, ...]]
+    remedy: ClassVar[str]
+    """The command that installs what it needs."""
 
     @abstractmethod
     def operators(self) -> tuple[str, ...]:
         """Names of the operators that this library implements."""
 
+    def limits(self, case: KernelCase, platform: str) -> str:
+        """What the library supports, where that leaves out this case on this platform; empty where it does not."""
+        return ""
+
+    def check(self, case: KernelCase, platform: str) -> None:
+        """Raise UsageError for a case or a platform that this library has not; UnknownName for an operator.
+
+        Needs neither the library nor torch, so that a judge can ask before it starts anything.
+        """
+        if case.operator not in self.operators():
+            raise UnknownName(f"operator of reference {self.name}", case.operator, self.operators())
+        if platform not in self.platforms:
+            names = ", ".join(self.platforms)
+            raise UsageError(f"the reference {self.name} runs on {names}, not on {platform}; on a CPU use ref='torch'")
+        if limits := self.limits(case, platform):
+            raise UsageError(f"the reference {self.name} cannot run {case.id} on {platform}: {limits}")
+
     @abstractmethod
-    def prepare(self, case: KernelCase) -> Call:
+    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
         """The timed call for a case; everything that need not be timed happens here.
 
         The call takes inputs and preallocated outputs by name. It fills the outputs and returns None, or, where the
-        library has no destination argument, returns new outputs by name.
+        library has no destination argument, returns new outputs by name. `trial` is given on a GPU.
         """
 
     @abstractmethod
     def describe(self, case: KernelCase) -> dict[str, str]:
-        """Label, versions, thread count and backend flags, for the record."""
+        """Label, versions, thread count and backend flags, for the record; with what `prepare` chose, once it has."""

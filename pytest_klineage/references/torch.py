@@ -7,36 +7,47 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UnknownName
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Reference
+from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.device import DeviceReference, torch_versions
 from pytest_klineage.references.torch_gdn import prepare_gdn
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Call, Tensors
 
 COMPOSED_LABEL = "torch-chunked (our composition of torch ops)"
+ANY_SDP = {"cudnn_sdp": True, "flash_sdp": True, "mem_efficient_sdp": True, "math_sdp": True}
+"""torch picks one of its attentions by itself, as it does for a user who sets nothing."""
 
 
-class TorchReference(Reference):
+class TorchReference(DeviceReference):
     """PyTorch eager, on whatever device the tensors are. Destination arguments are used where an operator has one."""
 
     name: ClassVar[str] = "torch"
     platforms: ClassVar[tuple[str, ...]] = ("cpu", "sm90", "sm120")
+    remedy: ClassVar[str] = "pip install 'pytest-klineage[cpu]'"
 
     def operators(self) -> tuple[str, ...]:
         return tuple(PREPARE)
 
-    def prepare(self, case: KernelCase) -> Call:
-        """The timed call. Raises UnknownName for an operator that torch has not."""
+    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+        """The timed call, warmed up where there is a trial. Raises UnknownName for an operator that torch has not."""
+        if trial is not None:
+            return super().prepare(case, trial)
         if case.operator not in PREPARE:
             raise UnknownName("operator of reference torch", case.operator, PREPARE)
         return PREPARE[case.operator](case)
 
-    def describe(self, case: KernelCase) -> dict[str, str]:
+    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+        return {"eager": Variant(PREPARE[case.operator](case), flags=ANY_SDP if case.operator == "fmha" else {})}
+
+    def label(self, case: KernelCase) -> str:
+        return COMPOSED_LABEL if case.operator == "gdn" else "torch"
+
+    def versions(self) -> dict[str, str]:
         import torch
 
         build = torch.__config__.show()
         description = {
-            "label": COMPOSED_LABEL if case.operator == "gdn" else "torch",
             "torch": str(torch.__version__),
             "threads": str(torch.get_num_threads()),
             "capability": torch.backends.cpu.get_cpu_capability(),
@@ -48,13 +59,7 @@ class TorchReference(Reference):
             found = re.search(pattern, build)
             description[key] = found.group(1) if found else "not built in"
         if torch.cuda.is_available():
-            description |= {
-                "cuda": str(torch.version.cuda),
-                "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call] # torch has no types here
-                "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
-                "cudnn_deterministic": str(torch.backends.cudnn.deterministic),
-                "cudnn_allow_tf32": str(torch.backends.cudnn.allow_tf32),
-            }
+            description |= {**torch_versions(), "cudnn_benchmark": str(torch.backends.cudnn.benchmark)}
         return description
 
 

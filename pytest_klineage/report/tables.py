@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tabulate import tabulate
 
 from pytest_klineage.records import Status, Verdict
+from pytest_klineage.report import builds
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
+from pytest_klineage.report.builds import build_summary, only_built
 from pytest_klineage.report.wording import in_one_line
 from pytest_klineage.results import Run
 
@@ -30,15 +33,21 @@ def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     """The speedup table for a terminal: one line per verdict, no line wider than `width`."""
     if not verdicts:
         return []
-    rows = _fitted([_row(verdict) for verdict in verdicts], width)
+    layout = _layout(verdicts)
+    rows = _fitted([layout.row(verdict) for verdict in verdicts], width, layout)
     # The headers go in as a row: as headers they would be padded by two columns each.
-    rule = ["-" * size for size in _widths(rows)]
-    table = tabulate([HEADERS, rule, *rows], tablefmt="plain", colalign=ALIGNMENT, disable_numparse=True)
+    rule = ["-" * size for size in _widths([list(layout.headers), *rows])]
+    table = tabulate([layout.headers, rule, *rows], tablefmt="plain", colalign=layout.alignment, disable_numparse=True)
     return [line.rstrip() for line in table.splitlines()]
 
 
 def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
-    """Geometric mean and coverage, one line for all kernels or one for each method; then what they rest on unsafely."""
+    """Geometric mean and coverage, one line for all kernels or one for each method; then what they rest on unsafely.
+
+    Of a compile stage: how many were built.
+    """
+    if only_built(verdicts):
+        return [build_summary(verdicts)]
     lines = [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
     doubtful = [verdict for verdict in verdicts if uncertain(verdict)]
     if doubtful:
@@ -75,8 +84,11 @@ def terminal_report(run: Run, width: int = WIDTH) -> str:
 def markdown_report(run: Run) -> str:
     """A run as a Markdown section: heading, provenance, table, mean and notes."""
     verdicts = [record.verdict for record in run.records]
-    rows = [[_escaped(cell) for cell in _row(verdict)] for verdict in verdicts]
-    table = tabulate(rows, HEADERS, tablefmt="pipe", colalign=ALIGNMENT, disable_numparse=True) if rows else ""
+    layout = _layout(verdicts)
+    rows = [[_escaped(cell) for cell in layout.row(verdict)] for verdict in verdicts]
+    table = ""
+    if rows:
+        table = tabulate(rows, layout.headers, tablefmt="pipe", colalign=layout.alignment, disable_numparse=True)
     heading, *provenance = _heading(run)
     lines = [f"## {heading}", "", *(f"- {line}" for line in provenance), *_references(verdicts), "", table, ""]
     lines += [f"**{line}**  " for line in summary_lines(verdicts, ONE_LINE)]
@@ -114,6 +126,22 @@ def speedup_text(verdict: Verdict) -> str:
     return f"{ratio(interval.estimate)}x [{ratio(interval.low)}, {ratio(interval.high)}]"
 
 
+class _Layout(NamedTuple):
+    """A table's columns."""
+
+    headers: tuple[str, ...]
+    alignment: tuple[str, ...]
+    shrinkable: tuple[tuple[int, int], ...]
+    row: Callable[[Verdict], list[str]]
+
+
+def _layout(verdicts: Sequence[Verdict]) -> _Layout:
+    """Times, or what the compile stage has instead."""
+    if only_built(verdicts):
+        return _Layout(builds.HEADERS, builds.ALIGNMENT, builds.SHRINKABLE, builds.build_row)
+    return _Layout(HEADERS, ALIGNMENT, SHRINKABLE, _row)
+
+
 def _row(verdict: Verdict) -> list[str]:
     timing = verdict.timing if verdict.scored else None
     return [
@@ -127,10 +155,10 @@ def _row(verdict: Verdict) -> list[str]:
     ]
 
 
-def _fitted(rows: list[list[str]], width: int) -> list[list[str]]:
-    """Rows whose table is at most `width` wide, shortened in the columns of SHRINKABLE."""
-    for column, least in SHRINKABLE:
-        widths = _widths(rows)
+def _fitted(rows: list[list[str]], width: int, layout: _Layout) -> list[list[str]]:
+    """Rows whose table is at most `width` wide, shortened in the columns that may be."""
+    for column, least in layout.shrinkable:
+        widths = _widths([list(layout.headers), *rows])
         excess = sum(widths) + 2 * (len(widths) - 1) - width
         if excess <= 0:
             break
@@ -140,7 +168,7 @@ def _fitted(rows: list[list[str]], width: int) -> list[list[str]]:
 
 
 def _widths(rows: list[list[str]]) -> list[int]:
-    return [max(len(HEADERS[index]), *(len(row[index]) for row in rows)) for index in range(len(HEADERS))]
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
 def _elided(text: str, size: int) -> str:

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
 from pytest_klineage.records import Build, Code
 from pytest_klineage.surfaces.base import Built, SurfaceFailure
 
@@ -35,11 +37,11 @@ def bounded(text: str, limit: int = LOG_LIMIT) -> str:
     return f"{text[:limit]}\n... {len(text) - limit} more characters"
 
 
-def cached(artifact: Path, digest: str, command: str, toolchain: str) -> Built | None:
-    """The artifact, when an earlier build has published it."""
+def cached(artifact: Path, build: Build) -> Built | None:
+    """The artifact, when an earlier build has published it; `build` says how."""
     if not artifact.exists():
         return None
-    return Built(artifact=artifact, build=Build(digest=digest, command=command, toolchain=toolchain, cached=True))
+    return Built(artifact=artifact, build=msgspec.structs.replace(build, cached=True))
 
 
 @contextlib.contextmanager
@@ -60,8 +62,11 @@ def scratch(cache: Path):  # type: ignore[no-untyped-def]  # a generator's conte
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def compile_once(command: list[str], directory: Path, *, timeout_s: float) -> tuple[str, float]:
-    """Run a compiler in `directory`. Returns its log and the seconds it took; raises SurfaceFailure when it fails."""
+def compile_once(command: list[str], directory: Path, *, timeout_s: float, limit: int = LOG_LIMIT) -> tuple[str, float]:
+    """Run a compiler in `directory`. Returns its log, at most `limit` characters, and the seconds it took.
+
+    Raises SurfaceFailure when it fails, with as much of the log as a verdict keeps.
+    """
     started = time.monotonic()
     log_path = directory / "compiler.log"
     with log_path.open("wb") as log:
@@ -81,10 +86,10 @@ def compile_once(command: list[str], directory: Path, *, timeout_s: float) -> tu
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     with log_path.open("rb") as log:
-        text = bounded(log.read(LOG_LIMIT * 4).decode(errors="replace").replace(str(directory) + "/", ""))
+        text = log.read(limit * 4).decode(errors="replace").replace(str(directory) + "/", "")
     if status:
-        raise SurfaceFailure(Code.COMPILE, f"the compiler ended with status {status}", log=text)
-    return text, time.monotonic() - started
+        raise SurfaceFailure(Code.COMPILE, f"the compiler ended with status {status}", log=bounded(text))
+    return bounded(text, limit), time.monotonic() - started
 
 
 def compiler_environment(directory: Path) -> dict[str, str]:

@@ -11,10 +11,13 @@ import subprocess
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
+
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.records import Build, Code, KernelSource, Surface
 from pytest_klineage.surfaces.base import Built, Loaded, SurfaceBackend, SurfaceFailure
 from pytest_klineage.surfaces.compiling import cached, compile_once, digest_of, scratch
+from pytest_klineage.surfaces.elf import check_entry
 from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
 
 BASE_FLAGS = ("-std=c++17", "-shared", "-fPIC", "-fvisibility=default")
@@ -33,30 +36,42 @@ class CppBackend(SurfaceBackend):
     platforms: ClassVar[tuple[str, ...]] = ("cpu",)
     needs_torch: ClassVar[bool] = False
 
-    def build(self, source: KernelSource, cache: Path, *, timeout_s: float) -> Built:
-        flags = source.flags or DEFAULT_FLAGS
-        check_flags(flags)
-        if source.main is None:
-            raise SurfaceFailure(Code.SOURCE_MISSING, "a cpp kernel needs a source file")
+    def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
+        shown = shown_command(source)
         compiler = find_compiler()
         toolchain = compiler_version(compiler)
-        command = [compiler, *BASE_FLAGS, *flags, f"-I{INCLUDE_DIR}", source.main.name, "-o", "kernel.so"]
-        shown = shlex.join(["g++" if part == compiler else part for part in command if not part.startswith("-I")])
-        digest = digest_of(source.digest, HEADER.read_bytes(), toolchain, shown)
+        command = [compiler, f"-I{INCLUDE_DIR}", *shown[1:]]
+        digest = digest_of(source.digest, HEADER.read_bytes(), toolchain, shlex.join(shown))
+        build = Build(
+            digest=digest, recipe=self.recipe(source, platform=platform), platform=platform, command=shlex.join(shown),
+            toolchain=toolchain,
+        )  # fmt: skip
         artifact = cache / "cpp" / digest / "kernel.so"
-        if (hit := cached(artifact, digest, shown, toolchain)) is not None:
+        if (hit := cached(artifact, build)) is not None:
             return hit
         with scratch(cache) as directory:
             for file in source.files:
                 (directory / file.name).write_text(file.text)
             log, seconds = compile_once(command, directory, timeout_s=timeout_s)
+            check_entry((directory / "kernel.so").read_bytes(), source.entry)
             artifact.parent.mkdir(parents=True, exist_ok=True)
             os.replace(directory / "kernel.so", artifact)
-        build = Build(digest=digest, command=shown, toolchain=toolchain, seconds=seconds, log=log)
-        return Built(artifact=artifact, build=build)
+        return Built(artifact=artifact, build=msgspec.structs.replace(build, seconds=seconds, log=log))
+
+    def recipe(self, source: KernelSource, *, platform: str) -> str:
+        return digest_of(source.digest, HEADER.read_bytes(), shlex.join(shown_command(source)), os.uname().machine)
 
     def load(self, artifact: Path, entry: str, module: str) -> Loaded:
         return NativeKernel(artifact, entry)
+
+
+def shown_command(source: KernelSource) -> list[str]:
+    """The command without paths of this machine. Raises SurfaceFailure for a source that cannot be built."""
+    flags = source.flags or DEFAULT_FLAGS
+    check_flags(flags)
+    if source.main is None:
+        raise SurfaceFailure(Code.SOURCE_MISSING, "a cpp kernel needs a source file")
+    return ["g++", *BASE_FLAGS, *flags, source.main.name, "-o", "kernel.so"]
 
 
 def check_flags(flags: tuple[str, ...]) -> None:

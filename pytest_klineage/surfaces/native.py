@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 from pytest_klineage.records import Code, Placement, Slot
-from pytest_klineage.surfaces.base import Invoke, Loaded, Memory, SurfaceFailure, data_address
+from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, SurfaceFailure, data_address
 
 ABI_VERSION = 1
 MAX_DIMS = 8
@@ -51,7 +51,7 @@ class CCall(ctypes.Structure):
     )
 
 
-def c_tensor(memory: Memory, placement: Placement) -> CTensor:
+def c_tensor(memory: MappedMemory, placement: Placement) -> CTensor:
     """Describe one tensor of an arena to native code."""
     spec = placement.spec
     return CTensor(
@@ -81,13 +81,13 @@ class NativeKernel(Loaded):
         self._function.restype = ctypes.c_int
         self._function.argtypes = (ctypes.POINTER(CCall),)
 
-    def bind(self, memory: Memory, slot: Slot, scalars: dict[str, float]) -> Invoke:
+    def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:
         inputs = (CTensor * len(slot.inputs))(*(c_tensor(memory, item) for item in slot.inputs))
         outputs = (CTensor * len(slot.outputs))(*(c_tensor(memory, item) for item in slot.outputs))
         values = (CScalar * max(1, len(scalars)))(*(CScalar(name.encode(), value) for name, value in scalars.items()))
         error = ctypes.create_string_buffer(ERROR_BYTES)
         call = CCall(
-            ABI_VERSION, len(inputs), len(outputs), len(scalars), inputs, outputs, values, None,
+            ABI_VERSION, len(inputs), len(outputs), len(scalars), inputs, outputs, values, memory.stream or None,
             ctypes.cast(error, ctypes.c_char_p), ERROR_BYTES,
         )  # fmt: skip
         function, pointer = self._function, ctypes.byref(call)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from pytest_klineage.records import Build, Code, KernelSource, Placement, Slot, Surface
-from pytest_klineage.surfaces.base import Built, Invoke, Loaded, Memory, SurfaceBackend, SurfaceFailure
+from pytest_klineage.surfaces.base import Built, Invoke, Loaded, MappedMemory, SurfaceBackend, SurfaceFailure
 from pytest_klineage.surfaces.compiling import digest_of, scratch
 
 MODULE_NAME = "kernel"
@@ -29,10 +29,10 @@ class PythonBackend(SurfaceBackend):
     """Lays the files out in the cache; nothing is compiled."""
 
     surface: ClassVar[Surface] = Surface.PYTHON
-    platforms: ClassVar[tuple[str, ...]] = ("cpu",)
+    platforms: ClassVar[tuple[str, ...]] = ("cpu", "sm90", "sm120")
     needs_torch: ClassVar[bool] = True
 
-    def build(self, source: KernelSource, cache: Path, *, timeout_s: float) -> Built:
+    def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
         digest = digest_of(source.digest, sys.version)
         directory = cache / "python" / digest
         if source.main is not None:
@@ -80,7 +80,7 @@ class PythonKernel(Loaded):
         self._function = function
         self._names = parameter_names(function)
 
-    def bind(self, memory: Memory, slot: Slot, scalars: dict[str, float]) -> Invoke:
+    def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:
         function = self._function
         inputs = [tensor_view(memory, placement) for placement in slot.inputs]
         named: dict[str, Any] = {
@@ -110,14 +110,14 @@ def parameter_names(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(item.name for item in parameters if item.kind in (item.KEYWORD_ONLY, item.POSITIONAL_OR_KEYWORD))
 
 
-def tensor_view(memory: Memory, placement: Placement) -> Any:
+def tensor_view(memory: MappedMemory, placement: Placement) -> Any:
     """A torch tensor over a piece of an arena, with the strides of its spec."""
     import torch
 
     names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     spec = placement.spec
     dtype = getattr(torch, names.get(spec.dtype, spec.dtype))
-    flat = torch.frombuffer(memory.buffer, dtype=dtype, count=spec.num_elements, offset=placement.offset)
+    flat = memory.bytes[placement.offset : placement.offset + placement.num_bytes].view(dtype)
     return flat.as_strided(spec.shape, spec.strides)
 
 

@@ -10,7 +10,7 @@ import mmap
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.surfaces.base import Memory
@@ -29,17 +29,17 @@ SKEW_BYTES = 1344
 """Added between slots: the second slot's tensors start at another offset within a page."""
 
 
-def plan(signature: Signature, shift: int = 0) -> Arena:
+def plan(signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignment: int = ALIGNMENT) -> Arena:
     """Lay out the slots one after another, every tensor between two guard bands."""
     cursor, slots = GUARD_BYTES, []
-    for index in range(SLOTS):
+    for index in range(num_slots):
         cursor += shift + index * SKEW_BYTES
         placed: list[tuple[Placement, ...]] = []
         for specs in (signature.inputs, signature.outputs):
             group = []
             for spec in specs:
                 num_bytes = spec.num_elements * DTYPES[spec.dtype]
-                cursor = -(-cursor // ALIGNMENT) * ALIGNMENT
+                cursor = -(-cursor // alignment) * alignment
                 group.append(Placement(spec=spec, offset=cursor, num_bytes=num_bytes))
                 cursor += num_bytes + 2 * GUARD_BYTES
             placed.append(tuple(group))
@@ -47,8 +47,33 @@ def plan(signature: Signature, shift: int = 0) -> Arena:
     return Arena(num_bytes=cursor + GUARD_BYTES, guard_bytes=GUARD_BYTES, slots=tuple(slots), scalars=signature.scalars)
 
 
+class OracleArena(Protocol):
+    """The oracle's side of one arena, in host or device memory."""
+
+    arena: Arena
+    fd: int
+    worker_address: int
+    copy_ns: int
+    """Time to copy all outputs once."""
+
+    def paint_guards(self) -> None:
+        """Write the secret pattern into every guard band."""
+
+    def broken_guards(self, slot: int) -> list[str]:
+        """Names of the tensors of a slot beside which something was written."""
+
+    def inputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Input tensors of a slot by name."""
+
+    def outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Output tensors of a slot by name."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
 class SharedArena:
-    """The oracle's side of one arena."""
+    """The oracle's side of one arena in host memory."""
 
     def __init__(self, signature: Signature) -> None:
         self.arena = plan(signature)
@@ -121,7 +146,7 @@ def is_poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> torch.Tensor
     """Boolean mask of the elements that still hold the poison, bit for bit: a NaN of the kernel's own is not it."""
     import torch
 
-    reference = torch.empty(1, dtype=tensor.dtype)
+    reference = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
     poison(spec, reference, kind)
     return as_integers(tensor) == as_integers(reference)
 

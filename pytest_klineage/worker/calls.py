@@ -18,11 +18,10 @@ from pytest_klineage.records.messages import (
     Mapped,
     Returned,
     ReturnedTensor,
-    Run,
     Stop,
     ToWorker,
 )
-from pytest_klineage.surfaces.base import Invoke, Loaded, Memory, SurfaceFailure
+from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, Memory, SurfaceFailure
 
 REMEMBERED_CALLS = 2
 """How many earlier results are kept alive, so that a kernel that reuses its output buffer is seen."""
@@ -43,7 +42,8 @@ class CallLoop:
 
     def __init__(self, channel: Channel, kernel: Loaded) -> None:
         self.channel, self.kernel = channel, kernel
-        self.arenas: list[Mapping] = []
+        self.arenas: list[Any] = []
+        """Mappings; a GPU's loop has its own kind."""
         self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
         self.last: Any = None
 
@@ -57,16 +57,24 @@ class CallLoop:
             if isinstance(request, Stop):
                 return
             if isinstance(request, Map):
-                mapping = Mapping(request, self.channel.take_fd(), self.kernel)
-                self.arenas.append(mapping)
-                self.channel.send(Mapped(address=mapping.memory.address))
+                self.map(request)
             elif isinstance(request, Again):
-                mapping = self.arenas[request.arena]
-                self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], self.last)
+                self.again(request)
             else:
                 self.run(request)
 
-    def run(self, request: Run, clock: Any = perf_counter_ns) -> None:
+    def map(self, request: Map) -> None:
+        """Map an arena and bind a call to each of its slots."""
+        mapping = Mapping(request, self.channel.take_fd(), self.kernel)
+        self.arenas.append(mapping)
+        self.channel.send(Mapped(address=mapping.memory.address))
+
+    def again(self, request: Again) -> None:
+        """Copy what the last call returned once more."""
+        mapping = self.arenas[request.arena]
+        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], self.last)
+
+    def run(self, request: Any, clock: Any = perf_counter_ns) -> None:
         """Call the kernel once. The clock is bound before any candidate could replace it."""
         mapping = self.arenas[request.arena]
         invoke = mapping.calls[request.slot]
@@ -90,7 +98,7 @@ class CallLoop:
         self.results.append(result)
         self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], result)
 
-    def finish(self, nonce: int, memory: Memory, slot: Slot, result: Any) -> None:
+    def finish(self, nonce: int, memory: MappedMemory, slot: Slot, result: Any) -> None:
         """Copy returned tensors into the arena, strictly, and report where they lay."""
         tensors: tuple[ReturnedTensor, ...] = ()
         if result is not None:

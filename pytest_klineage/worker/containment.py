@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -22,7 +23,14 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER = 1, 4, 38, 22, 36
 SECCOMP_MODE_FILTER = 2
 CLONE_NEWNET, CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWUSER = 0x40000000, 0x08000000, 0x20000000, 0x10000000
-NAMESPACES = (("network", CLONE_NEWNET), ("ipc", CLONE_NEWIPC), ("pid", CLONE_NEWPID))
+CLONE_NEWNS = 0x00020000
+NAMESPACES = {"network": CLONE_NEWNET, "ipc": CLONE_NEWIPC, "pid": CLONE_NEWPID, "mount": CLONE_NEWNS}
+CPU_NAMESPACES = ("network", "ipc", "pid")
+GPU_NAMESPACES = ("network", "ipc")
+"""CUDA does not start in a process namespace whose /proc is another's (CUDA_ERROR_OPERATING_SYSTEM, driver 580)."""
+GPU_NAMESPACES_WITH_PROC = ("network", "ipc", "pid", "mount")
+"""Where a private /proc can be mounted."""
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
 
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_READ = (1 << 0) | (1 << 2) | (1 << 3)  # execute, read file, read directory
@@ -53,14 +61,15 @@ def become_subreaper() -> None:
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def enter_namespaces() -> list[str]:
+def enter_namespaces(names: Iterable[str] = CPU_NAMESPACES) -> list[str]:
     """Leave the machine's network, IPC objects and process ids behind; children made afterwards live inside.
 
     Returns the names of the namespaces that are now private.
     """
-    everything = CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWPID
+    names = tuple(names)
+    everything = sum(NAMESPACES[name] for name in names)
     if os.geteuid() == 0 and LIBC.unshare(everything) == 0:
-        return [f"namespace:{name}" for name, _flag in NAMESPACES]
+        return [f"namespace:{name}" for name in names]
     user, group = os.geteuid(), os.getegid()
     if LIBC.unshare(CLONE_NEWUSER | everything) != 0:
         return []
@@ -71,20 +80,45 @@ def enter_namespaces() -> list[str]:
     except OSError:
         # Without a map this process is "nobody"; it still may do what the candidate needs.
         pass
-    return ["namespace:user", *(f"namespace:{name}" for name, _flag in NAMESPACES)]
+    return ["namespace:user", *(f"namespace:{name}" for name in names)]
 
 
-def limit_resources() -> list[str]:
-    """Bound what the process can write, open and map."""
+def mount_own_proc() -> bool:
+    """Give this process namespace, of which this must be the first process, a /proc of its own."""
+    return (
+        LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+        and LIBC.mount(b"proc", b"/proc", b"proc", 0, None) == 0
+    )
+
+
+@functools.lru_cache
+def gpu_namespaces() -> tuple[str, ...]:
+    """What a worker on a GPU can be given, found out by a trial in processes of its own."""
+    trial = os.fork()
+    if trial == 0:
+        try:
+            entered = enter_namespaces(GPU_NAMESPACES_WITH_PROC)
+            first = os.fork() if entered else -1
+            if first == 0:
+                os._exit(0 if mount_own_proc() else 1)
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) if first > 0 else 1)
+        finally:
+            os._exit(1)
+    works = os.waitstatus_to_exitcode(os.waitpid(trial, 0)[1]) == 0
+    return GPU_NAMESPACES_WITH_PROC if works else GPU_NAMESPACES
+
+
+def limit_resources(*, memory: bool = True) -> list[str]:
+    """Bound what the process can write and open and, with `memory`, what it can map."""
     total, private = _mapped_bytes()
-    limits = (
+    limits = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, FILE_SIZE_LIMIT),
         (resource.RLIMIT_NOFILE, OPEN_FILES_LIMIT),
-        (resource.RLIMIT_DATA, private + DATA_LIMIT),
+    ]
+    if memory:
         # Shared mappings do not count as data.
-        (resource.RLIMIT_AS, total + 2 * DATA_LIMIT),
-    )
+        limits += [(resource.RLIMIT_DATA, private + DATA_LIMIT), (resource.RLIMIT_AS, total + 2 * DATA_LIMIT)]
     for kind, value in limits:
         _soft, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

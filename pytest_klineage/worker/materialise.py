@@ -14,7 +14,7 @@ import torch
 
 from pytest_klineage.records import Code, Slot
 from pytest_klineage.records.messages import ReturnedTensor
-from pytest_klineage.surfaces.base import Memory, SurfaceFailure
+from pytest_klineage.surfaces.base import MappedMemory, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
 
 _base: Any = torch._C.TensorBase
@@ -30,7 +30,7 @@ LAYOUT: Any = _base.layout
 DETACH: Callable[..., Any] = _base.detach
 
 
-def materialise(result: Any, memory: Memory, slot: Slot) -> tuple[ReturnedTensor, ...]:
+def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[ReturnedTensor, ...]:
     """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is amiss."""
     values = list(result.values()) if type(result) is dict else result
     tensors = list(values) if isinstance(values, tuple | list) else [values]
@@ -44,7 +44,7 @@ def materialise(result: Any, memory: Memory, slot: Slot) -> tuple[ReturnedTensor
         check(tensor, view, placement.spec.name)
         tensor = DETACH(tensor)
         strides = tuple(STRIDE(tensor))
-        if strides == tuple(STRIDE(view)) and not IS_NEG(tensor):
+        if strides == tuple(STRIDE(view)) and not IS_NEG(tensor) and not memory.stream:
             # The framework would start its threads for this; waiting for them is no part of the kernel.
             ctypes.memmove(DATA_PTR(view), DATA_PTR(tensor), placement.num_bytes)
         else:
@@ -54,7 +54,7 @@ def materialise(result: Any, memory: Memory, slot: Slot) -> tuple[ReturnedTensor
 
 
 def check(tensor: Any, view: torch.Tensor, name: str) -> None:
-    """Raise SurfaceFailure unless `tensor` is a plain dense CPU tensor of the output's shape and type."""
+    """Raise SurfaceFailure unless `tensor` is a plain dense tensor of the output's device, shape and type."""
     if type(tensor) is not torch.Tensor:
         raise SurfaceFailure(Code.FAKE_TENSOR, f"output {name} is a {type(tensor).__name__}, not a plain torch.Tensor")
     if vars(tensor):

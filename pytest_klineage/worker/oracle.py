@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import torch
@@ -16,7 +17,7 @@ import torch
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import KlineageError
 from pytest_klineage.operators import operator
-from pytest_klineage.records import Check, Code, Reason
+from pytest_klineage.records import Check, Code, Reason, Signature
 from pytest_klineage.records.messages import (
     CANDIDATE_FRAME_BYTES,
     Attach,
@@ -27,6 +28,8 @@ from pytest_klineage.records.messages import (
     OpenCase,
     Opened,
     OracleFault,
+    Profiled,
+    ProfileRequest,
     Sample,
     Shutdown,
     Timed,
@@ -36,9 +39,12 @@ from pytest_klineage.records.messages import (
 from pytest_klineage.records.messages import (
     Problem as ProblemMessage,
 )
-from pytest_klineage.worker.arena import SharedArena
+from pytest_klineage.worker.arena import OracleArena, SharedArena
 from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
 from pytest_klineage.worker.rounds import Player, View, WorkerProblem
+
+if TYPE_CHECKING:
+    from pytest_klineage.worker.device_oracle import Blocks
 
 KEPT_CASES = 4
 NOVEL_EVERY = 4
@@ -46,7 +52,7 @@ NOVEL_EVERY = 4
 TWIN_SHARE = 0.125
 """Share of timed repetitions whose inputs differ from the previous ones in a single element."""
 
-Request: TypeAlias = OpenCase | Attach | Detach | CheckRequest | TimeRequest | Shutdown
+Request: TypeAlias = OpenCase | Attach | Detach | CheckRequest | TimeRequest | ProfileRequest | Shutdown
 
 
 class Oracle:
@@ -61,12 +67,14 @@ class Oracle:
         self.threads = 1
         self.schedule = Schedule()
         self.flush_buffer = torch.empty(0)
+        self.blocks: Blocks | None = None
+        """Set when the tensors lie on a GPU."""
 
     def serve(self) -> None:
         """Answer until told to shut down or until the judge is gone."""
         handlers = {
             OpenCase: self.open_case, Attach: self.attach, Detach: self.detach,
-            CheckRequest: self.check, TimeRequest: self.time,
+            CheckRequest: self.check, TimeRequest: self.time, ProfileRequest: self.profile,
         }  # fmt: skip
         while True:
             request: Request = self.channel.receive(ToOracle, timeout_s=None)
@@ -84,6 +92,8 @@ class Oracle:
     def open_case(self, request: OpenCase) -> Opened:
         """Make the case's problems, or take them from an earlier judgement of the same case."""
         key = request_key(request)
+        if request.device == "cuda" and self.blocks is None:
+            self.blocks = start_on_gpu(self)
         if key not in self.cases:
             torch.set_num_threads(request.threads)
             self.cases[key] = ProblemSet(request)
@@ -94,7 +104,7 @@ class Oracle:
                 self.cases.popitem(last=False)
         self.cases.move_to_end(key)
         self.problems = self.cases[key]
-        if self.flush_buffer.numel() * 4 != request.flush_bytes:
+        if self.blocks is None and self.flush_buffer.numel() * 4 != request.flush_bytes:
             self.flush_buffer = torch.zeros(request.flush_bytes // 4)
         case, chosen = request.case, operator(request.case.operator)
         return Opened(
@@ -110,12 +120,25 @@ class Oracle:
         """Take over a worker's channel and share memory with it."""
         channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
         self.detach(Detach(role=request.role))
-        player = Player(request.role, channel)
+        case = self.problem_set().case
+        signatures = [
+            operator(case.operator).signature(case.at_shape(shape)) for shape in (case.shape, *case.also_shapes)
+        ]
+        player, arenas = self.make_player(request.role, channel, signatures)
         self.players[request.role] = player
-        case = self._problems().case
-        shapes = [case.shape, *case.also_shapes]
-        arenas = [SharedArena(operator(case.operator).signature(case.at_shape(shape))) for shape in shapes]
         return player.attach(arenas, request.deadline_s)
+
+    def make_player(
+        self, role: str, channel: Channel, signatures: list[Signature]
+    ) -> tuple[Player, Sequence[OracleArena]]:
+        """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
+        if self.blocks is None:
+            return Player(role, channel), [SharedArena(signature) for signature in signatures]
+        from pytest_klineage.worker.device_arena import DeviceArena
+        from pytest_klineage.worker.device_rounds import DevicePlayer
+
+        player = DevicePlayer(role, channel, self.blocks.settle_ns)
+        return player, [DeviceArena(signature) for signature in signatures]
 
     def detach(self, request: Detach) -> Attached:
         """Let go of a worker."""
@@ -126,11 +149,13 @@ class Oracle:
 
     def check(self, request: CheckRequest) -> Checked:
         """One planned check: the problem as it is, then again in disguise, so that checks look like timed calls."""
-        problems = self._problems()
+        problems = self.problem_set()
         problem = problems.checks[request.index]
         arena = 0
         if problem.case.shape != problems.case.shape:
             arena = 1 + [dict(shape) for shape in problems.case.also_shapes].index(problem.case.shape)
+        if self.blocks is not None:
+            return self.blocks.check(request, arena)
         self.give_turn(request.role)
         self.flush()
         slot = self.schedule.slot(fresh=True)
@@ -146,7 +171,12 @@ class Oracle:
 
     def time(self, request: TimeRequest) -> Timed:
         """Repetitions for all roles on the same, always new, inputs."""
-        problems = self._problems()
+        if self.blocks is not None:
+            timed = self.blocks.time(request)
+            return msgspec.structs.replace(timed, reasons=tuple(as_timed(reason) for reason in timed.reasons))
+        if request.mode == "graph":
+            raise ValueError("CUDA graphs need a GPU")
+        problems = self.problem_set()
         fresh = "fresh_inputs" in request.defences
         samples: list[Sample] = []
         for _ in range(request.reps):
@@ -171,6 +201,13 @@ class Oracle:
                     return Timed(samples=tuple(samples), reasons=tuple(as_timed(r) for r in outcome.reasons))
         return Timed(samples=tuple(samples))
 
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """What the device executes in one more block. Raises ValueError on a CPU."""
+        if self.blocks is None:
+            raise ValueError("only a GPU names the kernels that it executes")
+        found = self.blocks.profile(request)
+        return msgspec.structs.replace(found, reasons=tuple(as_timed(reason) for reason in found.reasons))
+
     def give_turn(self, role: str) -> None:
         """Let one worker run and freeze all others."""
         for name, player in self.players.items():
@@ -190,10 +227,20 @@ class Oracle:
         if self.flush_buffer.numel():
             self.flush_buffer.add_(1.0)
 
-    def _problems(self) -> ProblemSet:
+    def problem_set(self) -> ProblemSet:
+        """The problems of the open case. Raises ValueError before one is open."""
         if self.problems is None:
             raise ValueError("no case is open")
         return self.problems
+
+
+def start_on_gpu(oracle: Oracle) -> Blocks:
+    """Make the GPU this oracle's place of work."""
+    from pytest_klineage.worker import device
+    from pytest_klineage.worker.device_oracle import Blocks
+
+    device.initialise()
+    return Blocks(oracle)
 
 
 class Schedule:
@@ -245,4 +292,4 @@ def as_timed(reason: Reason) -> Reason:
 def request_key(request: OpenCase) -> bytes:
     """Identity of a case's problems."""
     return msgspec.json.encode((request.case.operator, request.case.shape, request.case.dtype, request.case.options,
-                                request.case.also_shapes, request.secret, request.seeds))  # fmt: skip
+                                request.case.also_shapes, request.secret, request.seeds, request.device))  # fmt: skip

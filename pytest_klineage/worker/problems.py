@@ -22,10 +22,13 @@ TWIN = "one_element_changed"
 """Name of the check whose inputs differ from the previous one's in a single element."""
 
 
-def generator(secret: str, *purpose: object) -> torch.Generator:
-    """A generator seeded from the judge's secret and a purpose; knowing one stream says nothing about another."""
+def generator(secret: str, *purpose: object, device: str = "cpu") -> torch.Generator:
+    """A generator seeded from the judge's secret and a purpose; knowing one stream says nothing about another.
+
+    Everything that operators make from it lies on `device`.
+    """
     digest = hashlib.sha256(repr((secret, *purpose)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little"))
 
 
 class Problem:
@@ -43,7 +46,9 @@ class Disguised:
     def __init__(self, problem: Problem, key: str) -> None:
         self.problem = problem
         case = problem.case
-        self.inputs, self.undo = operator(case.operator).disguise(case, problem.inputs, generator(key, "disguise"))
+        device = next(iter(problem.inputs.values())).device.type
+        random = generator(key, "disguise", device=device)
+        self.inputs, self.undo = operator(case.operator).disguise(case, problem.inputs, random)
 
 
 class Plain:
@@ -63,34 +68,38 @@ class ProblemSet:
 
     def __init__(self, request: OpenCase) -> None:
         started = time.monotonic()
-        self.case, self.secret = request.case, request.secret
+        self.case, self.secret, self.device = request.case, request.secret, request.device
         chosen = operator(self.case.operator)
-        self.findings = lint_case(chosen, self.case, generator(self.secret, "lint"))
+        self.findings = lint_case(chosen, self.case, self.random("lint"))
         default = chosen.regimes[0]
         self.timed = [
-            Problem(self.case, default, chosen.make_inputs(self.case, generator(self.secret, default, seed), default))
+            Problem(self.case, default, chosen.make_inputs(self.case, self.random(default, seed), default))
             for seed in range(request.seeds)
         ]
         first = time.monotonic()
         self.novel()
         self.novel_is_cheap = time.monotonic() - first <= NOVEL_LIMIT_S
-        nudged = chosen.nudge(self.case, self.timed[0].inputs, generator(self.secret, TWIN))
+        nudged = chosen.nudge(self.case, self.timed[0].inputs, self.random(TWIN))
         self.twin = Problem(self.case, TWIN, nudged)
         self.checks = [*self.timed[:1], self.twin, *self.timed[1:]]
         for regime in chosen.regimes[1:]:
-            inputs = chosen.make_inputs(self.case, generator(self.secret, regime), regime)
+            inputs = chosen.make_inputs(self.case, self.random(regime), regime)
             self.checks.append(Problem(self.case, regime, inputs))
         for shape in self.case.also_shapes:
             other = self.case.at_shape(shape)
-            inputs = chosen.make_inputs(other, generator(self.secret, str(shape)), default)
+            inputs = chosen.make_inputs(other, self.random(str(shape)), default)
             self.checks.append(Problem(other, default, inputs))
         self.seconds = time.monotonic() - started
+
+    def random(self, *purpose: object) -> torch.Generator:
+        """The generator for a purpose, where the tensors lie."""
+        return generator(self.secret, *purpose, device=self.device)
 
     def novel(self) -> Problem:
         """A problem of the default regime that nobody has seen, with its answer."""
         chosen = operator(self.case.operator)
         inputs = chosen.make_inputs(
-            self.case, generator(self.secret, "novel", secrets.token_hex(16)), chosen.regimes[0]
+            self.case, self.random("novel", secrets.token_hex(16)), chosen.regimes[0]
         )
         return Problem(self.case, chosen.regimes[0], inputs)
 

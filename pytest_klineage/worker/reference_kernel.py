@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytest_klineage.records import Slot
+from pytest_klineage.errors import MissingDependency
+from pytest_klineage.operators import DEFAULT_REGIME, operator
+from pytest_klineage.records import KernelCase, Slot, TensorSpec
 from pytest_klineage.records.messages import Job
-from pytest_klineage.references import reference
-from pytest_klineage.surfaces.base import Invoke, Loaded, Memory
+from pytest_klineage.references import Trial, Variant, reference
+from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory
 from pytest_klineage.surfaces.python import tensor_view
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.references.base import Call, Tensors
+
+TRIAL_SEED = 20260401
+"""Variants are compared on the same numbers every time; what is timed later has others."""
 
 
 class ReferenceKernel(Loaded):
@@ -17,14 +27,79 @@ class ReferenceKernel(Loaded):
     def __init__(self, job: Job) -> None:
         if job.case is None:
             raise ValueError("a reference needs its case")
-        self._call = reference(job.case.reference).prepare(job.case)
+        chosen = reference(job.case.reference)
+        chosen.check(job.case, job.platform)
+        try:
+            if job.platform == "cpu":
+                self._call = chosen.prepare(job.case)
+            else:
+                self._call = prepared_on_gpu(job.case, job.platform)
+        except MissingDependency as missing:
+            # The judge knows an absent module by these words, whoever misses it, and skips with the remedy.
+            raise ModuleNotFoundError(f"No module named {missing.what!r}") from None
 
-    def bind(self, memory: Memory, slot: Slot, scalars: dict[str, float]) -> Invoke:
-        call = self._call
+    def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:
         inputs = {item.spec.name: tensor_view(memory, item) for item in slot.inputs}
         outputs = {item.spec.name: tensor_view(memory, item) for item in slot.outputs}
+        call = self._call
+        if isinstance(call, Variant) and call.convert is not None:
+            return Converted(call, inputs, outputs)
+        # A variant without a conversion is its call.
+        timed = call.call if isinstance(call, Variant) else call
 
         def invoke() -> Any:
-            return call(inputs, outputs)
+            return timed(inputs, outputs)
 
         return invoke
+
+
+class Converted:
+    """A call whose inputs a user of the library keeps in the library's own convention.
+
+    A loop that calls `before` whenever inputs have changed keeps the conversion out of its clock. One that never does
+    gets it inside of every call.
+    """
+
+    def __init__(self, variant: Variant, inputs: Tensors, outputs: Tensors) -> None:
+        self._variant, self._inputs, self._outputs = variant, inputs, outputs
+        self._ready: Tensors | None = None
+
+    def before(self) -> None:
+        """Convert the inputs as they are now."""
+        if self._variant.convert is not None:
+            self._ready = self._variant.convert(self._inputs)
+
+    def __call__(self) -> Any:
+        if self._ready is None:
+            return self._variant(self._inputs, self._outputs)
+        return self._variant.call(self._ready, self._outputs)
+
+
+def prepared_on_gpu(case: KernelCase, platform: str) -> Call:
+    """The prepared call, after its variants have run on random tensors of the case, whose memory is given back."""
+    import torch
+
+    call = reference(case.reference).prepare(case, trial_of(case, platform))
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return call
+
+
+def trial_of(case: KernelCase, platform: str, device: str = "cuda") -> Trial:
+    """Random inputs of the operator's default distribution, and outputs, with the strides of the case's signature."""
+    import torch
+
+    chosen = operator(case.operator)
+    made = chosen.make_inputs(case, torch.Generator(device).manual_seed(TRIAL_SEED), DEFAULT_REGIME)
+    signature = chosen.signature(case)
+    inputs = {spec.name: empty(spec, device).copy_(made[spec.name]) for spec in signature.inputs}
+    return Trial(platform, inputs, {spec.name: empty(spec, device).zero_() for spec in signature.outputs})
+
+
+def empty(spec: TensorSpec, device: str) -> torch.Tensor:
+    """An uninitialised tensor of this shape, type and order of memory."""
+    import torch
+
+    from pytest_klineage.operators.distributions import torch_dtype
+
+    return torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype), device=device)

@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -30,10 +31,11 @@ from pytest_klineage.records.messages import (
     Returned,
     ReturnedTensor,
     Run,
+    RunBlock,
     Sample,
     Stop,
 )
-from pytest_klineage.worker.arena import SharedArena, is_poison, poison
+from pytest_klineage.worker.arena import OracleArena, is_poison, poison
 from pytest_klineage.worker.problems import Disguised, Plain
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ LARGEST = sys.float_info.max
 """Stands for an infinite error in records: JSON has no infinity."""
 WORKER_CODES = frozenset({
     Code.ENTRY_MISSING, Code.EXCEPTION, Code.RETURNED_ERROR, Code.OUT_OF_MEMORY, Code.OUTPUT_COUNT, Code.OUTPUT_SHAPE,
-    Code.OUTPUT_DTYPE, Code.OUTPUT_STRIDES, Code.FAKE_TENSOR,
+    Code.OUTPUT_DTYPE, Code.OUTPUT_STRIDES, Code.FAKE_TENSOR, Code.CUDA_ERROR, Code.NOT_CAPTURABLE,
 })  # fmt: skip
 """What a worker may say about itself. It shares a process with the candidate, which could claim to be accepted."""
 
@@ -78,12 +80,12 @@ class Player:
 
     def __init__(self, role: str, channel: Channel) -> None:
         self.role, self.channel = role, channel
-        self.arenas: list[SharedArena] = []
+        self.arenas: Sequence[OracleArena] = ()
         self.previous: list[ReturnedTensor] = []
         self.pidfd: int | None = None
         self.frozen = False
 
-    def attach(self, arenas: list[SharedArena], deadline_s: float) -> Attached:
+    def attach(self, arenas: Sequence[OracleArena], deadline_s: float) -> Attached:
         """Wait until the worker has loaded its kernel, then share the arenas with it."""
         self.arenas = arenas
         answer = self._receive(Loaded, deadline_s, Code.TIMEOUT_LOAD)
@@ -144,7 +146,7 @@ class Player:
         return Outcome(sample=sample, checks=tuple(found), reasons=(*reasons, *more))
 
     def _call(
-        self, arena: SharedArena, arena_index: int, slot: int, deadline_s: float
+        self, arena: OracleArena, arena_index: int, slot: int, deadline_s: float
     ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
         nonce = secrets.randbits(48)
         request = Run(arena=arena_index, slot=slot, nonce=nonce)
@@ -189,7 +191,7 @@ class Player:
         message = f"output {', '.join(changed)} still changed after the call had returned"
         return [Reason(code=Code.LATE_WORK, message=message)]
 
-    def _send(self, message: Map | Run | Again, fds: list[int] | None = None) -> None:
+    def _send(self, message: Map | Run | RunBlock | Again, fds: list[int] | None = None) -> None:
         try:
             self.channel.send(message, fds)
         except ChannelClosed as error:
@@ -220,7 +222,7 @@ class Player:
         return message
 
     def _integrity(
-        self, arena: SharedArena, slot: int, view: View, tensors: tuple[ReturnedTensor, ...], defences: frozenset[str]
+        self, arena: OracleArena, slot: int, view: View, tensors: tuple[ReturnedTensor, ...], defences: frozenset[str]
     ) -> list[Reason]:
         reasons = []
         if "guard_bands" in defences and (names := arena.broken_guards(slot)):
@@ -237,7 +239,7 @@ class Player:
         self.previous = [*self.previous, *tensors][-2 * len(tensors) :] if tensors else []
         return reasons
 
-    def _aliases(self, arena: SharedArena, tensors: tuple[ReturnedTensor, ...]) -> Reason | None:
+    def _aliases(self, arena: OracleArena, tensors: tuple[ReturnedTensor, ...]) -> Reason | None:
         """Whether returned tensors overlap the arena, one another, or what the last calls returned."""
         whole = ReturnedTensor(address=arena.worker_address, num_bytes=arena.arena.num_bytes, strides=())
         for index, tensor in enumerate(tensors):
@@ -267,7 +269,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return bool(torch.equal(left.contiguous().view(integer), right.contiguous().view(integer)))
 
 
-def prepare(arena: SharedArena, slot: int, view: View, kind: int, defences: frozenset[str]) -> None:
+def prepare(arena: OracleArena, slot: int, view: View, kind: int, defences: frozenset[str]) -> None:
     """Poison the outputs and write the inputs; without poison, leave the right answer lying about as a heap would."""
     outputs = arena.outputs(slot)
     for item in arena.arena.slots[slot].outputs:
@@ -281,7 +283,7 @@ def prepare(arena: SharedArena, slot: int, view: View, kind: int, defences: froz
 
 
 def compare(
-    arena: SharedArena, slot: int, view: View, kind: int, early: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    arena: OracleArena, slot: int, view: View, kind: int, early: dict[str, tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[list[Check], list[Reason]]:
     """Compare a slot's outputs with the oracle's, and with what they were the moment the call had returned."""
     # A private copy: what is compared must not change between two looks at it.

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.records.messages import Job, Loaded, LoadFailed
@@ -22,7 +23,16 @@ from pytest_klineage.surfaces.base import Loaded as LoadedKernel
 from pytest_klineage.worker import containment
 from pytest_klineage.worker.calls import CallLoop
 
+if TYPE_CHECKING:
+    from pytest_klineage.worker.device_calls import DeviceClock
+
 MESSAGE_LIMIT = 4_000
+GPU_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS",
+)  # fmt: skip
+"""What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
+REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+"""Where a reference keeps what it has compiled. No candidate may write, or even know, these folders."""
 SYSTEM_PATHS = (
     "/usr",
     "/lib",
@@ -44,9 +54,11 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     channel = Channel.from_fd(keep_only(channel_fd))
     set_environment(job)
     try:
+        # A GPU's context and its clock come first: the driver opens its files here, and binds them to no candidate.
+        clock = device_clock(job) if on_gpu(job) else None
         containment_report = contain(job, active)
         kernel = load(job)
-        if job.sandbox and not surface_needs_torch(job):
+        if job.sandbox and clock is None and not surface_needs_torch(job):
             containment_report += containment.freeze_code()
     except SurfaceFailure as failure:
         channel.send(LoadFailed(code=failure.code, message=bounded(failure.message)))
@@ -60,7 +72,26 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     gc.collect()
     gc.disable()
     channel.send(Loaded(containment=tuple(containment_report), settings=settings(job)))
-    CallLoop(channel, kernel).serve()
+    if clock is None:
+        CallLoop(channel, kernel).serve()
+    else:
+        from pytest_klineage.worker.device_calls import DeviceLoop
+
+        DeviceLoop(channel, kernel, clock).serve()
+
+
+def on_gpu(job: Job) -> bool:
+    """Whether this worker's tensors lie in device memory."""
+    return job.platform != "cpu"
+
+
+def device_clock(job: Job) -> DeviceClock:
+    """The context, the stream and the events of a worker on a GPU."""
+    from pytest_klineage.worker import device
+    from pytest_klineage.worker.device_calls import DeviceClock
+
+    device.initialise()
+    return DeviceClock(job.flush_bytes)
 
 
 def redirect_output(log_fd: int) -> None:
@@ -82,13 +113,11 @@ def keep_only(channel_fd: int) -> int:
 
 def set_environment(job: Job) -> None:
     """The same neutral environment for checks and for timing; private HOME and TMPDIR."""
-    kept = {
-        name: os.environ[name]
-        for name in ("PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL")
-        if name in os.environ
-    }
+    names = ["PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL", *(GPU_VARIABLES if on_gpu(job) else ())]
+    names += REFERENCE_VARIABLES if job.surface == "reference" else ()
+    kept = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.clear()
-    os.environ.update(kept, HOME=job.workdir, TMPDIR=job.workdir, XDG_CACHE_HOME=job.workdir)
+    os.environ.update(kept, HOME=job.workdir, TMPDIR=job.workdir, XDG_CACHE_HOME=job.workdir, USER="kernel")
     os.chdir(job.workdir)
     sys.argv = ["kernel"]
     if job.surface != "cpp" and "torch" in sys.modules:
@@ -102,8 +131,10 @@ def contain(job: Job, active: list[str]) -> list[str]:
     fewer_cores = containment.limit_cores(job.threads)
     if not job.sandbox:
         return active
-    report = [*active, *containment.limit_resources()]
-    report += containment.restrict_files(readable_paths(job), [job.workdir])
+    devices = [str(path) for path in Path("/dev").glob("nvidia*")] if on_gpu(job) else []
+    # CUDA reserves more address space than any limit on it would leave room for.
+    report = [*active, *containment.limit_resources(memory=not on_gpu(job))]
+    report += containment.restrict_files(readable_paths(job), [job.workdir, *devices])
     report += containment.drop_capabilities()
     report += containment.filter_calls(allow_processes=job.allow_processes, allow_cores=not fewer_cores)
     return report
@@ -115,9 +146,11 @@ def readable_paths(job: Job) -> list[str]:
     if job.artifact:
         artifact = Path(job.artifact)
         paths.append(str(artifact if artifact.is_dir() else artifact.parent))
-    if surface_needs_torch(job):
+    if on_gpu(job):
+        paths += ["/proc", "/sys", "/dev", *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
+    if surface_needs_torch(job) or on_gpu(job):
         paths += [sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path)]
-    return paths
+    return [path for path in paths if path]
 
 
 def surface_needs_torch(job: Job) -> bool:

@@ -69,15 +69,17 @@ class Template:
     def spawn(self, job: Job) -> int:
         """Fork a keeper and, below it, the worker. Returns the keeper's process id."""
         channel_fd, log_fd = self.channel.take_fd(), self.channel.take_fd()
+        namespaces = containment.CPU_NAMESPACES if job.platform == "cpu" else containment.gpu_namespaces()
         status_read, status_write = os.pipe()
         pid = os.fork()
         if pid == 0:
             os.close(status_read)
             self.channel.close()
-            keep(job, channel_fd, log_fd, status_write)
+            keep(job, namespaces, channel_fd, log_fd, status_write)
         for fd in (channel_fd, log_fd, status_write):
             os.close(fd)
-        self.keepers[pid] = Keeper(pid, status_read, job.workdir)
+        # A just-in-time compiler's own stubs lie in the private directory, and are no library's work.
+        self.keepers[pid] = Keeper(pid, status_read, os.devnull if job.allow_processes else job.workdir)
         return pid
 
     def end(self, request: End) -> Ended:
@@ -103,16 +105,18 @@ class Template:
         )
 
 
-def keep(job: Job, channel_fd: int, log_fd: int, status_fd: int) -> None:
+def keep(job: Job, namespaces: tuple[str, ...], channel_fd: int, log_fd: int, status_fd: int) -> None:
     """The keeper's life: start the worker in new namespaces, wait for its end, leave nothing behind. Never returns."""
     status = 0
     try:
         containment.die_with_parent()
         os.setsid()
         containment.become_subreaper()
-        active = containment.enter_namespaces() if job.sandbox else []
+        active = containment.enter_namespaces(namespaces) if job.sandbox else []
         child = os.fork()
         if child == 0:
+            if "namespace:mount" in active and not containment.mount_own_proc():
+                os._exit(70)
             if "namespace:pid" in active:
                 become_init(status_fd, channel_fd, log_fd)
             os.close(status_fd)

@@ -2,21 +2,29 @@
 
 pytest suites/main_tier --platform auto
 pytest suites/main_tier --platform cpu --klineage-method naive --klineage-method expert
+pytest suites/main_tier --platform sm90 --klineage-stage compile    # builds every kernel, without a device
+
+In the compile stage the methods are those that there are, and "stages": the kernels on the way from naive to expert.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName, paper_case
 from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.records import INSTRUCTIONS, KernelSource
 
 EXPERTS = Path(__file__).parents[2] / "experts"
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
-REFERENCE = "torch"
+
+CPU_REFERENCE = "torch"
+GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
+"""Whom a kernel is compared with, by operator. The compile stage compares nothing and asks for none of them."""
 
 AT_LEAST = {"cpu": {"conv2d": 0.8, "fmha": 1.0, "gdn": 3.0, "gemm": 0.8, "topk": 3.0}}
 """Speedup that an expert must reach, by platform and operator; 1.0 where none is given.
@@ -25,40 +33,107 @@ GEMM and convolution on a CPU are what vendors tune most: coming near their libr
 """
 BASELINE_AT_LEAST = 1e-4
 """Other methods are measured, not held to a speed: a naive kernel is the starting point."""
+MAX_SPILLS = 0
+"""Bytes per thread that a GPU expert may spill: registers are what its tiles were chosen by."""
+
+
+STAGES = "stages"
+"""What --klineage-method calls the kernels between naive and expert, which are only built."""
+
+
+class Kernel(NamedTuple):
+    """One kernel of experts/: a variant, which --klineage-method names, or a stage on the way to the expert."""
+
+    operator: str
+    name: str
+    expert: Expert | None
+    """Its folder; None when there is none for the platform."""
+    stage: bool = False
+
+    @property
+    def platforms(self) -> tuple[str, ...]:
+        """Platforms that it can be built for."""
+        if self.expert is None:
+            return ()
+        return self.expert.platforms_of(self.expert.stage(self.name) if self.stage else self.expert.variants[self.name])
+
+    def source(self) -> KernelSource:
+        """Its source; the test is skipped when there is none."""
+        if self.expert is None:
+            pytest.skip(f"experts/{self.operator} has no {self.name!r} kernel for this platform")
+        return self.expert.stage_source(self.name) if self.stage else self.expert.source(self.name)
+
+    def instructions(self) -> tuple[str, ...]:
+        """GPU instructions among the techniques that its expert.toml names: they must be in what is built."""
+        if self.expert is None or self.stage:
+            return ()
+        return tuple(word for word in self.expert.variants[self.name].techniques if word in INSTRUCTIONS)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each operator and each method given with --klineage-method."""
+    """One test for each operator and method; in the compile stage one for each kernel that there is."""
     from pytest_klineage.plugin.session import SESSION_KEY
 
-    methods = metafunc.config.stash[SESSION_KEY].methods
+    session = metafunc.config.stash[SESSION_KEY]
+    only_build = session.gate_settings.stage == "compile"
     known = sorted({name for expert in find_experts(EXPERTS) for name in expert.variants})
-    for method in methods:
+    known += [STAGES] if only_build else []
+    for method in session.methods:
         if method not in known:
             pytest.fail(f"klineage: {UnknownName('method', method, known)}", pytrace=False)
-    pairs = [(operator, method) for operator in OPERATORS for method in methods]
-    metafunc.parametrize(("operator", "method"), pairs, ids=[f"{operator}-{method}" for operator, method in pairs])
+    if only_build:
+        kernels = {f"{k.operator}-{k.expert.surface}-{k.name}": k for k in kernels_to_build(session) if k.expert}
+    else:
+        pairs = [(operator, method) for operator in OPERATORS for method in session.methods]
+        kernels = {f"{operator}-{method}": kernel_to_judge(session, operator, method) for operator, method in pairs}
+    metafunc.parametrize("kernel", kernels.values(), ids=list(kernels))
+
+
+def kernel_to_judge(session: KlineageSession, operator: str, method: str) -> Kernel:
+    """The platform's kernel of a method; on several surfaces the first of them."""
+    for expert in folders(session.platform):
+        kernel = Kernel(operator, method, expert)
+        if expert.operator == operator and method in expert.variants and session.platform in kernel.platforms:
+            return kernel
+    return Kernel(operator, method, None)
+
+
+def kernels_to_build(session: KlineageSession) -> list[Kernel]:
+    """All kernels for a platform's kind of machine; with --klineage-method those that it names."""
+    asked = session.methods if "method" in session.settings.given else None
+    kernels = []
+    for expert in folders(session.platform):
+        variants = [name for name in expert.variants if asked is None or name in asked]
+        kernels += [Kernel(expert.operator, name, expert) for name in variants]
+        if asked is None or STAGES in asked:
+            same = {file for variant in expert.variants.values() for file in variant.files}
+            between = [stage.name for stage in expert.stages if stage.file not in same]
+            kernels += [Kernel(expert.operator, name, expert, stage=True) for name in between]
+    return kernels
+
+
+def folders(platform: str) -> list[Expert]:
+    """The platform's own folders first, then those of other GPUs: some of their kernels are for it as well."""
+    found = [expert for expert in find_experts(EXPERTS) if (expert.platform == "cpu") == (platform == "cpu")]
+    return sorted(found, key=lambda expert: expert.platform != platform)
 
 
 @pytest.fixture
-def expert(klineage_session: KlineageSession, operator: str, method: str) -> Expert:
-    """The folder of kernels for this operator that has the method."""
-    platform = klineage_session.platform
-    for found in find_experts(EXPERTS, platform):
-        if found.operator == operator and method in found.variants:
-            return found
-    pytest.skip(f"experts/{operator} has no {method!r} kernel for {platform}")
+def case(klineage_session: KlineageSession, kernel: Kernel) -> KernelCase:
+    """The paper's case for this platform, with what the kernel must reach."""
+    platform, operator = klineage_session.platform, kernel.operator
+    if platform == "cpu":
+        chosen = paper_case(operator, "cpu", CPU_REFERENCE)
+    else:
+        chosen = paper_case(operator, "gpu", GPU_REFERENCES[operator])
+    if kernel.name != "expert":
+        return msgspec.structs.replace(chosen, at_least=BASELINE_AT_LEAST)
+    required = AT_LEAST.get(platform, {}).get(operator, 1.0)
+    return msgspec.structs.replace(
+        chosen, at_least=required, requires=kernel.instructions(), max_spills=None if platform == "cpu" else MAX_SPILLS
+    )
 
 
-@pytest.fixture
-def case(klineage_session: KlineageSession, operator: str, method: str) -> KernelCase:
-    """The paper's case for this platform, with the speedup that the method must reach."""
-    platform = klineage_session.platform
-    chosen = paper_case(operator, "cpu" if platform == "cpu" else "gpu", REFERENCE)
-    required = AT_LEAST.get(platform, {}).get(operator, 1.0) if method == "expert" else BASELINE_AT_LEAST
-    return msgspec.structs.replace(chosen, at_least=required)
-
-
-def test_main_tier(kernel_gate: KernelGate, expert: Expert, case: KernelCase, method: str) -> None:
+def test_main_tier(kernel_gate: KernelGate, kernel: Kernel, case: KernelCase) -> None:
     """The gate accepts the kernel: right on every input, not a wrapper, and as fast as the table above demands."""
-    kernel_gate(expert.source(method), case=case)
+    kernel_gate(kernel.source(), case=case, platforms=kernel.platforms)

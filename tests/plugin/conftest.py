@@ -51,7 +51,7 @@ class FakeGate:
         self.platform = platform
         FakeGate.open_gates += 1
 
-    def judge(self, case, source, *, reference_source=None):
+    def judge(self, case, source, *, reference_source=None, platforms=()):
         _, code, *speedup = source.files[0].text.partition("\\n")[0].split()
         timing = None
         if speedup:

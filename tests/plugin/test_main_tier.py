@@ -1,11 +1,18 @@
-"""The main tier collects what it says, for the methods and the platform that the user names. Nothing is measured."""
+"""The main tier collects what it says, for the methods and the platform that the user names. Nothing is measured.
+
+Where nvcc is, a few of its GPU kernels are built.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from pytest_klineage.errors import MissingDependency
+from pytest_klineage.surfaces.toolkit import find_toolkit
 
 
 def main_tier(config: pytest.Config, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -38,3 +45,51 @@ def test_a_platform_that_is_not_judged_yet_stops_at_once(pytestconfig: pytest.Co
     done = main_tier(pytestconfig, "--platform", "sm120")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: platform sm120: this version judges on cpu only; valid: auto, cpu" in done.stderr
+
+
+def test_the_compile_stage_takes_all_kernels_and_stages_of_a_platform(pytestconfig: pytest.Config) -> None:
+    def ids(*arguments: str) -> set[str]:
+        done = main_tier(pytestconfig, "--collect-only", "-q", "--klineage-stage=compile", *arguments)
+        return {line.partition("[")[2].rstrip("]") for line in done.stdout.splitlines() if "::" in line}
+
+    every = ids("--platform=sm90")
+    assert {"gemm-cuda-naive", "gemm-cuda-expert", "gemm-cuda-07-wgmma"} <= every
+    assert "gemm-cuda-00-naive" not in every, "the variant naive is the same file"
+    stages = ids("--platform=sm90", "--klineage-method=stages")
+    assert stages == {name for name in every if not name.endswith(("-naive", "-expert"))}
+    assert ids("--platform=sm120") == every
+    assert "gemm-cpp-expert" in ids("--platform=cpu")
+
+
+def test_stages_are_no_method_of_a_whole_judgement(pytestconfig: pytest.Config) -> None:
+    done = main_tier(pytestconfig, "--klineage-method=stages")
+    assert "klineage: unknown method 'stages'." in done.stdout
+
+
+def nvcc_is_missing() -> str:
+    """Why there is no nvcc, or nothing."""
+    try:
+        find_toolkit()
+    except MissingDependency as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(bool(nvcc_is_missing()), reason=nvcc_is_missing() or "nvcc is there")
+@pytest.mark.parametrize(
+    ("platform", "method", "chosen", "outcome"),
+    [
+        ("sm90", "naive", "cuda-naive and (gemm or fmha)", "2 passed"),
+        ("sm120", "expert", "cuda-expert and (gemm or topk)", "1 passed, 1 skipped"),
+    ],
+    ids=["sm90", "sm120"],
+)
+def test_some_kernels_are_built_without_a_device(
+    pytestconfig: pytest.Config, tmp_path: Path, platform: str, method: str, chosen: str, outcome: str
+) -> None:
+    folders = (f"--klineage-results={tmp_path}", f"--klineage-cache-dir={tmp_path / 'cache'}")
+    selection = ("-k", chosen, f"--klineage-method={method}")
+    done = main_tier(pytestconfig, f"--platform={platform}", "--klineage-stage=compile", "-rs", *selection, *folders)
+    assert outcome in done.stdout, done.stdout
+    if "skipped" in outcome:
+        assert "skipped.platform: the kernel was written for sm90, not for sm120" in done.stdout

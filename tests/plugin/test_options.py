@@ -13,6 +13,8 @@ from pytest_klineage.plugin.session import KlineageSession
 SAMPLES: dict[str, tuple[str, Any]] = {
     "platform": ("cpu", "cpu"),
     "mode": ("record", "record"),
+    "stage": ("compile", "compile"),
+    "artifacts": ("some/built", "some/built"),
     "policy": ("paper", "paper"),
     "also-policy": ("paper", ["paper"]),
     "margin": ("0.1", 0.1),
@@ -36,6 +38,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
 }
 BAD = {
     "mode": ("strict", "'strict' is not one of: gate, record"),
+    "stage": ("link", "'link' is not one of: all, compile"),
     "progress": ("maybe", "'maybe' is not one of: auto, on, off"),
     "margin": ("1", "1 must be at least 0 and below 1"),
     "precision": ("0", "0 must be above 0 and below 1"),
@@ -151,11 +154,12 @@ def test_an_unknown_name_is_a_usage_error_before_collection(pytester: pytest.Pyt
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm120"])
-def test_a_platform_that_is_not_judged_yet_is_a_usage_error_before_collection(
-    pytester: pytest.Pytester, name: str
+def test_a_platform_without_its_gpu_is_a_usage_error_before_collection(
+    pytester: pytest.Pytester, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pytest_klineage.gate.gpus.gpus", lambda: ())
     pytester.makepyfile("raise SystemExit('collected')")
-    message = f"ERROR: platform {name}: this version judges on cpu only; valid: auto, cpu"
+    message = f"ERROR: platform {name} needs a GPU of compute capability *"
     result = pytester.runpytest(f"--klineage-platform={name}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([message])
@@ -164,12 +168,14 @@ def test_a_platform_that_is_not_judged_yet_is_a_usage_error_before_collection(
     pytester.runpytest().stderr.fnmatch_lines([message])
 
 
-def test_a_gpu_in_the_machine_does_not_stop_kernels_for_the_cpu(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arguments", [(), ("--klineage-platform=auto",)])
+def test_auto_takes_the_gpu_that_the_machine_has(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("pytest_klineage.gate.devices.compute_capability", lambda: "9.0")
-    for arguments in ((), ("--klineage-platform=auto",)):
-        assert KlineageSession(pytester.parseconfig(*arguments)).platform == "cpu"
+    monkeypatch.setattr("pytest_klineage.gate.gpus.best_platform", lambda: "sm90")
+    monkeypatch.setattr("pytest_klineage.gate.gpus.gpus_for", lambda name: ())
+    assert KlineageSession(pytester.parseconfig(*arguments)).platform == "sm90"
+    assert KlineageSession(pytester.parseconfig("--klineage-platform=cpu")).platform == "cpu"
 
 
 def test_values_that_the_gate_refuses_are_usage_errors(pytester: pytest.Pytester) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-JUDGE = """    def judge(self, case, source, *, reference_source=None):
+JUDGE = """    def judge(self, case, source, *, reference_source=None, platforms=()):
         steps = [gate.Progress(stage="build", message="building it")]
         steps += [gate.Progress(stage="time", message="1.92x +-3.1 %", done=40 + n, total=200) for n in range(8)]
         for step in steps:
@@ -38,7 +38,7 @@ def test_plain():
 def slow_gate(fake_gate: Path, pytester: pytest.Pytester) -> Path:
     """A pretended gate that takes a second and says so."""
     text = (fake_gate / "conftest.py").read_text()
-    slow = text.replace("    def judge(self, case, source, *, reference_source=None):\n", JUDGE, 1).replace(
+    slow = text.replace("    def judge(self, case, source, *, reference_source=None, platforms=()):\n", JUDGE, 1).replace(
         "self.platform = platform\n", "self.platform = platform\n        self.progress = progress\n", 1
     )
     (fake_gate / "conftest.py").write_text("import time\n" + slow)

@@ -1,32 +1,20 @@
-"""The machine: platform names, what is known of the CPU, and the lock that lets one process time at once."""
+"""The machine: platform names, what is known of the CPU, and how busy others keep it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.gate import Gate, devices
-from pytest_klineage.gate.devices import LoadMeter, machine_lock, resolve_platform
+from pytest_klineage.gate.devices import LoadMeter, resolve_platform
 from pytest_klineage.records import PLATFORMS, from_json, to_json
 from pytest_klineage.records.platform import ALIASES, Machine
-
-WAIT_FOR_LOCK = """
-import sys
-from pytest_klineage.gate.devices import machine_lock
-print("asking", flush=True)
-with machine_lock(sys.argv[1], alone=sys.argv[2:] != ["shared"]):
-    print("timing", flush=True)
-    sys.stdin.readline()
-"""
 
 BURN = """
 import sys, time
@@ -41,11 +29,10 @@ subprocess.Popen([sys.executable, "-c", sys.argv[1], "2.0"], start_new_session=T
 
 
 @pytest.fixture
-def no_gpu_known() -> Iterator[None]:
-    """What was found out about the GPU is forgotten before and after."""
-    devices.compute_capability.cache_clear()
-    yield
-    devices.compute_capability.cache_clear()
+def no_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvidia-ml-py is not installed, so that nvidia-smi is asked."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 def with_tool(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> None:
@@ -67,18 +54,24 @@ def test_an_unknown_platform_is_refused(name: str) -> None:
         resolve_platform(name)
 
 
-@pytest.mark.usefixtures("no_gpu_known")
+def row(number: int, capability: str) -> str:
+    """A line of nvidia-smi about one GPU."""
+    return f"echo '{number}, GPU-{number}, NVIDIA GPU, {capability}, 81559, 580.95.05, Disabled, Enabled'"
+
+
+@pytest.mark.usefixtures("no_nvml")
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        ("echo 9.0", "sm90"),
-        ("echo 12.0; echo 9.0", "sm120"),
-        ("echo 8.6", "cpu"),
+        (row(0, "9.0"), "sm90"),
+        (f"{row(0, '12.0')}; {row(1, '9.0')}", "sm120"),
+        (f"{row(0, '8.6')}; {row(1, '9.0')}", "sm90"),
+        (row(0, "8.6"), "cpu"),
         ("echo 'NVIDIA-SMI has failed'; exit 9", "cpu"),
         ("exit 1", "cpu"),
     ],
 )
-def test_auto_takes_what_the_first_gpu_offers(
+def test_auto_takes_the_first_gpu_that_can_be_judged_on(
     script: str, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_tool(monkeypatch, tmp_path, script)
@@ -86,14 +79,18 @@ def test_auto_takes_what_the_first_gpu_offers(
     assert resolve_platform("AUTO") == expected
 
 
-@pytest.mark.usefixtures("no_gpu_known")
+@pytest.mark.usefixtures("no_nvml")
 def test_auto_takes_the_cpu_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert resolve_platform("auto") == "cpu"
 
 
-def test_a_gate_for_a_gpu_is_refused_as_misuse() -> None:
-    with pytest.raises(UsageError, match="valid here: cpu, auto"):
+@pytest.mark.usefixtures("no_nvml")
+def test_a_gate_for_a_gpu_that_is_not_there_is_refused_as_misuse(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"sm90 needs a GPU of compute capability 9\.0"):
         Gate("sm90")
 
 
@@ -109,89 +106,6 @@ def test_the_record_of_the_machine_names_what_was_used() -> None:
     assert {"python", "system", "torch"} <= set(machine.software)
     assert machine.settings == {"threads": "2"}
     assert from_json(to_json(machine), Machine) == machine
-
-
-@pytest.fixture
-def device() -> Iterator[str]:
-    """A device that no other test locks."""
-    name = f"test-{uuid.uuid4().hex}"
-    yield name
-    (Path(tempfile.gettempdir()) / f"klineage-timing-{name}.lock").unlink(missing_ok=True)
-
-
-def waiting(device: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", WAIT_FOR_LOCK, device],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_while_one_process_times_another_waits(device: str) -> None:
-    with waiting(device) as second:
-        assert second.stdin is not None
-        assert second.stdout is not None
-        with machine_lock(device, alone=True):
-            assert second.stdout.readline() == "asking\n"
-            os.set_blocking(second.stdout.fileno(), False)
-            with pytest.raises(subprocess.TimeoutExpired):
-                second.wait(0.3)
-            assert second.stdout.readline() == ""
-            os.set_blocking(second.stdout.fileno(), True)
-        assert second.stdout.readline() == "timing\n"
-        second.stdin.close()
-
-
-def test_the_lock_of_a_killed_process_is_free(device: str) -> None:
-    with waiting(device) as holder:
-        assert holder.stdout is not None
-        assert [holder.stdout.readline(), holder.stdout.readline()] == ["asking\n", "timing\n"]
-        holder.kill()
-    with machine_lock(device, alone=True):
-        pass
-
-
-def test_two_devices_have_two_locks(device: str) -> None:
-    other = f"{device}-2"
-    with machine_lock(device, alone=True), machine_lock(other, alone=True):
-        pass
-    (Path(tempfile.gettempdir()) / f"klineage-timing-{other}.lock").unlink()
-
-
-def test_a_lock_can_be_taken_again(device: str) -> None:
-    for _ in range(2):
-        with machine_lock(device, alone=True):
-            pass
-
-
-def test_an_error_while_timing_frees_the_lock(device: str) -> None:
-    with pytest.raises(ZeroDivisionError), machine_lock(device, alone=True):
-        raise ZeroDivisionError
-    with machine_lock(device, alone=True):
-        pass
-
-
-def test_builders_share_the_lock_and_keep_a_timing_waiting() -> None:
-    device = f"test-{uuid.uuid4().hex}"
-    with machine_lock(device, alone=False), machine_lock(device, alone=False):
-        waiting = subprocess.Popen(
-            [sys.executable, "-c", WAIT_FOR_LOCK, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "asking\n"
-        with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(0.3)
-        together = subprocess.run(
-            [sys.executable, "-c", WAIT_FOR_LOCK, device, "shared"],
-            input="\n",
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert together.stdout == "asking\ntiming\n"
-    assert waiting.stdout.readline() == "timing\n"
-    waiting.communicate("\n", timeout=30)
 
 
 def test_only_what_others_use_is_foreign_load() -> None:

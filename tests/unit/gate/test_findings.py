@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.gate import findings
-from pytest_klineage.gate.devices import PEAK_FLOPS_PER_CORE
+from pytest_klineage.gate.devices import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
 from pytest_klineage.gate.findings import (
     CLOCK_FLOOR_MS,
     CLOCK_SHARE,
+    Peaks,
     busy_reason,
     charged,
     clean,
@@ -140,26 +141,30 @@ def opened(flops: float, min_bytes: float) -> Opened:
     return Opened(checks=(), findings=(), flops=flops, min_bytes=min_bytes, seconds=0.0, settings={})
 
 
+def peaks(cores: int) -> Peaks:
+    return Peaks(flops=PEAK_FLOPS_PER_CORE * cores, bytes=PEAK_BYTES_PER_CORE * cores)
+
+
 class TestFloor:
     def test_a_possible_time_gives_no_reason(self) -> None:
-        assert floor_reason(opened(1e9, 1e6), 10.0, cores=2) is None
+        assert floor_reason(opened(1e9, 1e6), 10.0, peaks(2)) is None
 
     def test_more_arithmetic_than_the_cores_can_do_is_too_fast(self) -> None:
         flops = PEAK_FLOPS_PER_CORE * 2 * 1e-3
-        assert floor_reason(opened(flops, 0.0), 1.001, cores=2) is None
-        reason = floor_reason(opened(flops, 0.0), 0.999, cores=2)
+        assert floor_reason(opened(flops, 0.0), 1.001, peaks(2)) is None
+        reason = floor_reason(opened(flops, 0.0), 0.999, peaks(2))
         assert reason is not None
         assert reason.code is Code.TOO_FAST
 
     def test_more_bytes_than_the_cores_can_move_is_too_fast(self) -> None:
-        reason = floor_reason(opened(0.0, 1e12), 1.0, cores=4)
+        reason = floor_reason(opened(0.0, 1e12), 1.0, peaks(4))
         assert reason is not None
         assert reason.evidence["floor_bytes_ms"] > reason.evidence["floor_flops_ms"]
 
     @given(st.floats(0, 1e15), st.floats(0, 1e12), st.floats(1e-6, 1e6), st.integers(1, 128))
     def test_more_cores_never_raise_the_floor(self, flops: float, size: float, time_ms: float, cores: int) -> None:
-        if floor_reason(opened(flops, size), time_ms, cores) is None:
-            assert floor_reason(opened(flops, size), time_ms, cores + 1) is None
+        if floor_reason(opened(flops, size), time_ms, peaks(cores)) is None:
+            assert floor_reason(opened(flops, size), time_ms, peaks(cores + 1)) is None
 
 
 class TestEnds:

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_klineage.gate.policy import (
     LEAST_PAIRS,
+    LEAST_STARTS,
     MAX_PAIRS,
     MIN_PAIRS,
     PAIRED_WARMUP,
@@ -95,6 +96,7 @@ def test_the_policies_are_known_by_their_names() -> None:
         "paired": "paired",
         "paper": "paper",
         "do_bench": "do_bench",
+        "cudagraph": "cudagraph",
     }
 
 
@@ -267,3 +269,53 @@ def test_samples_are_appended_role_by_role() -> None:
 def test_two_sets_of_samples_share_nothing() -> None:
     Samples().extend(Samples(reference=[1.0]))
     assert Samples().reference == []
+
+
+# --- processes that are renewed ---------------------------------------------------------------------------------------
+
+
+def renewed(cost: Callable[[str, int], float], *, every: int, precision: float = 0.01) -> tuple[Outcome, list[int]]:
+    """The paired policy with a renewal after every so many questions; the pairs at which the policy asked."""
+    sampler, asked = ScriptedSampler(cost), []
+
+    def renew() -> bool:
+        asked.append(len(sampler.calls))
+        return len(asked) % every == 0
+
+    outcome = POLICIES["paired"].measure(
+        sampler, unchanged, precision=precision, confidence=0.95, out_of_time=never, report=lambda *_: None, renew=renew
+    )
+    return outcome, asked
+
+
+def test_every_renewal_is_a_start_that_is_warmed_up() -> None:
+    outcome, asked = renewed(noisy(2, 1, 0.2), every=5, precision=0.05)
+    starts = outcome.samples.starts
+    assert starts[0] == 0
+    assert len(starts) == 1 + len(asked) // 5
+    assert starts == sorted(set(starts))
+    assert all(start <= len(outcome.samples.candidate) for start in starts)
+
+
+def test_without_enough_starts_precision_does_not_stop_it() -> None:
+    outcome, _ = renewed(noisy(2, 1, 0.001), every=5)
+    assert outcome.stopped == "precise"
+    assert len(outcome.samples.starts) >= LEAST_STARTS
+
+
+def test_a_difference_between_starts_widens_the_interval() -> None:
+    luck = random.Random(3)
+    place = {"factor": 1.0}
+    noise = noisy(1, 1, 0.002)
+
+    def cost(role: str, call: int) -> float:
+        if call % 40 == 0:
+            place["factor"] = math.exp(luck.gauss(0, 0.03))
+        return noise(role, call) * (place["factor"] if role == "candidate" else 1.0)
+
+    apart, _ = renewed(cost, every=8, precision=1e-5)
+    samples = apart.samples
+    together = POLICIES["paired"]._interval(  # the same samples, as if nothing had been started anew
+        Samples(reference=samples.reference, candidate=samples.candidate), 0.95, 300
+    )  # fmt: skip
+    assert apart.interval.half_width > 2 * together.half_width

@@ -12,7 +12,20 @@ from pytest_klineage.errors import UnknownName
 from pytest_klineage.operators import OPERATORS, make_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase, TensorSpec
-from pytest_klineage.references import REFERENCES, base, reference, torch_gdn
+from pytest_klineage.references import (
+    REFERENCES,
+    base,
+    choose,
+    cublas,
+    cudnn,
+    device,
+    fla,
+    flags,
+    flashinfer,
+    reference,
+    torch_gdn,
+    vendor,
+)
 from pytest_klineage.references import torch as torch_reference
 
 CASES = {
@@ -66,7 +79,7 @@ def test_it_has_every_operator_and_runs_everywhere() -> None:
     assert isinstance(chosen, base.Reference)
     assert chosen.operators() == tuple(OPERATORS)
     assert chosen.platforms == ("cpu", "sm90", "sm120")
-    assert list(REFERENCES) == ["torch"]
+    assert list(REFERENCES) == ["torch", "cublas", "cudnn", "flashinfer", "fla", "vendor"]
 
 
 def test_unknown_names() -> None:
@@ -88,7 +101,9 @@ def test_it_says_what_it_is() -> None:
     assert composed["label"] == "torch-chunked (our composition of torch ops)"
 
 
-@pytest.mark.parametrize("module", [torch_reference, torch_gdn, base])
+@pytest.mark.parametrize(
+    "module", [torch_reference, torch_gdn, base, choose, cublas, cudnn, device, fla, flags, flashinfer, vendor]
+)
 def test_references_never_import_operators(module: object) -> None:
     imported = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):

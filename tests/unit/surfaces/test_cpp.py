@@ -30,7 +30,7 @@ def source(
 
 
 def build(source: KernelSource, cache: Path, timeout_s: float = 60) -> cpp.Built:
-    return CppBackend().build(source, cache, timeout_s=timeout_s)
+    return CppBackend().build(source, cache, platform="cpu", timeout_s=timeout_s)
 
 
 def wait_for_the_end_of(pid: int) -> None:

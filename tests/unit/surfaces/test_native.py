@@ -116,8 +116,8 @@ def test_every_dtype_of_the_records_has_a_code() -> None:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = (SourceFile("kernel.cpp", KERNELS),)
-    source = KernelSource(surface=Surface.CPP, files=files, entry="run", flags=("-O0",))
-    return CppBackend().build(source, tmp_path_factory.mktemp("cache"), timeout_s=60).artifact
+    source = KernelSource(surface=Surface.CPP, files=files, entry="scalars", flags=("-O0",))
+    return CppBackend().build(source, tmp_path_factory.mktemp("cache"), platform="cpu", timeout_s=60).artifact
 
 
 def kernel(library: Path, entry: str) -> Loaded:

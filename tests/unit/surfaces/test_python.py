@@ -46,7 +46,7 @@ def call(
 ) -> tuple[object, list[torch.Tensor]]:
     """Build, load and call once on a = 1 … 6 and b = 10. Returns what came back and what the outputs hold."""
     backend = PythonBackend()
-    built = backend.build(given, cache, timeout_s=60)
+    built = backend.build(given, cache, platform="cpu", timeout_s=60)
     loaded = backend.load(built.artifact, given.entry, given.module)
     memory, slot = arguments(INPUTS, outputs)
     tensor_view(memory, slot.inputs[0]).copy_(torch.arange(1.0, 7.0).view(2, 3))
@@ -132,38 +132,38 @@ def test_what_a_module_fails_to_import_is_its_own_error(
 @pytest.mark.parametrize("text", ["def run(:\n", "x = \x00", "  x = 1\n y = 2", "(" * 500, "-" * 100_000 + "1"])
 def test_a_file_that_is_no_python_fails_to_build(text: str, tmp_path: Path) -> None:
     with pytest.raises(SurfaceFailure, match=r"mine\.py") as caught:
-        PythonBackend().build(source(text), tmp_path, timeout_s=60)
+        PythonBackend().build(source(text), tmp_path, platform="cpu", timeout_s=60)
     assert caught.value.code is Code.COMPILE
 
 
 def test_a_syntax_error_is_told_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SurfaceFailure, match="line 2"):
-        PythonBackend().build(source("x = 1\ny = = 2\n"), tmp_path, timeout_s=60)
+        PythonBackend().build(source("x = 1\ny = = 2\n"), tmp_path, platform="cpu", timeout_s=60)
 
 
 def test_warnings_as_errors_do_not_fail_a_build(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        PythonBackend().build(source("pattern = '\\d'\n"), tmp_path, timeout_s=60)
+        PythonBackend().build(source("pattern = '\\d'\n"), tmp_path, platform="cpu", timeout_s=60)
 
 
 def test_the_same_source_is_laid_out_once(tmp_path: Path) -> None:
-    first, second = (PythonBackend().build(source("x = 1\n"), tmp_path, timeout_s=60) for _ in range(2))
-    other = PythonBackend().build(source("x = 2\n"), tmp_path, timeout_s=60)
+    first, second = (PythonBackend().build(source("x = 1\n"), tmp_path, platform="cpu", timeout_s=60) for _ in range(2))
+    other = PythonBackend().build(source("x = 2\n"), tmp_path, platform="cpu", timeout_s=60)
     assert first.artifact == second.artifact != other.artifact
     assert first.build.digest != other.build.digest
     assert [path.name for path in first.artifact.iterdir()] == [f"{MODULE_NAME}.py"]
 
 
 def test_nothing_but_the_layout_stays_in_the_cache(tmp_path: Path) -> None:
-    PythonBackend().build(source("x = 1\n"), tmp_path, timeout_s=60)
+    PythonBackend().build(source("x = 1\n"), tmp_path, platform="cpu", timeout_s=60)
     assert [path.name for path in tmp_path.iterdir()] == ["python"]
 
 
 def test_a_cache_that_cannot_be_written_says_which_option_helps(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SurfaceFailure, match="--klineage-cache-dir") as caught:
-        PythonBackend().build(source("x = 1\n"), tmp_path / "file", timeout_s=60)
+        PythonBackend().build(source("x = 1\n"), tmp_path / "file", platform="cpu", timeout_s=60)
     assert caught.value.code is Code.BUILD_IO
 
 

@@ -63,19 +63,20 @@ def test_an_unknown_suffix_is_refused_with_the_surfaces(tmp_path: Path) -> None:
 
 
 def test_an_unknown_surface_is_refused_with_the_surfaces(tmp_path: Path) -> None:
-    with pytest.raises(UnknownName, match="Valid: cpp, python"):
+    with pytest.raises(UnknownName, match="Valid: cpp, cuda, python, tilelang, triton"):
         read_source(tmp_path / "tile.cpp", surface="fortran")
-    with pytest.raises(UnknownName, match="Valid: cpp, python"):
+    with pytest.raises(UnknownName, match="Valid: cpp, cuda, python"):
         surface_backend("fortran")
 
 
-def test_a_surface_that_cannot_be_built_yet_is_told_as_that(tmp_path: Path) -> None:
+def test_every_surface_of_the_records_can_be_built() -> None:
+    assert set(SURFACES) == set(Surface)
+    assert all(backend.surface == name for name, backend in SURFACES.items())
+
+
+def test_a_cuda_file_is_known_by_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "tile.cu").write_text("")
-    message = "cuda kernels cannot be judged by this version yet; valid here: cpp, python"
-    with pytest.raises(UsageError, match=message):
-        read_source(tmp_path / "tile.cu")
-    with pytest.raises(UsageError, match=message.replace("cuda", "triton")):
-        surface_backend("triton")
+    assert read_source(tmp_path / "tile.cu").surface is Surface.CUDA
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

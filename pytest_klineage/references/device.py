@@ -1,0 +1,108 @@
+"""What references on a GPU have in common: variants, the choice among them, versions. No library lives here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from abc import abstractmethod
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pytest_klineage.errors import MissingDependency, UsageError
+from pytest_klineage.records import KernelCase
+from pytest_klineage.references.base import Reference, Trial, Variant
+from pytest_klineage.references.choose import Choice, choose
+from pytest_klineage.references.flags import forbid_tf32
+
+if TYPE_CHECKING:
+    from pytest_klineage.references.base import Call
+
+HALVES = ("fp16", "bf16")
+"""The types of tensor cores that libraries of one purpose are written for."""
+PINNED = {"flashinfer-python": "0.6.11", "fla-core": "0.5.0"}
+"""By distribution, the version whose arguments and figures this project has checked."""
+
+
+class DeviceReference(Reference):
+    """A library on a GPU. `prepare` takes the fastest of its variants; `describe` says which, and what all took."""
+
+    platforms: ClassVar[tuple[str, ...]] = ("sm90", "sm120")
+
+    def __init__(self) -> None:
+        self._choices: dict[str, Choice] = {}
+
+    @abstractmethod
+    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+        """The ways in which this library computes a case, planned and ready to be called.
+
+        Raises MissingDependency when the library is not installed.
+        """
+
+    def chargeable(self, case: KernelCase) -> Collection[str] | None:
+        """Names of the variants that a kernel for this case is compared with; None for all. Others are recorded."""
+        return None
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Versions of what it calls, and flags in force, for the record."""
+
+    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+        """The fastest variant. Raises UsageError where there is no GPU, MissingDependency where there is no library."""
+        self.check(case, "cpu" if trial is None else trial.platform)
+        if trial is None:
+            raise UsageError(f"the reference {self.name} compares its variants on tensors of the case; give it a trial")
+        if case.dtype == "fp32":
+            forbid_tf32()
+        choice = choose(self.variants(case, trial), trial, chargeable=self.chargeable(case))
+        self._choices[case.id] = choice
+        return choice.variant
+
+    def label(self, case: KernelCase) -> str:
+        """What tables call it."""
+        return self.name
+
+    def describe(self, case: KernelCase) -> dict[str, str]:
+        """Label and versions, and once the case has been prepared: "variant" and "variant_ms.<name>"."""
+        choice = self._choices.get(case.id)
+        return {"label": self.label(case), **self.versions(), **(choice.facts() if choice else {})}
+
+
+def imported(module: str, remedy: str) -> Any:
+    """A library's module. Raises MissingDependency with the command that installs what is absent."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise MissingDependency(error.name or module, remedy) from error
+
+
+def pinned_version(distribution: str, name: str) -> dict[str, str]:
+    """The installed version under `name`, and a "version_note" when it is not the one that has been checked."""
+    try:
+        found = importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        found = "unknown"
+    if found == PINNED[distribution]:
+        return {name: found}
+    return {name: found, "version_note": f"{name} {found} runs; {PINNED[distribution]} is the version that was checked"}
+
+
+def torch_versions() -> dict[str, str]:
+    """Versions of torch, CUDA and cuDNN, the GPU, and the flags that decide precision, for the record."""
+    import torch
+
+    matmul = torch.backends.cuda.matmul
+    facts = {
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call] # torch has no types here
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "allow_bf16_reduced_precision_reduction": str(matmul.allow_bf16_reduced_precision_reduction),
+        "allow_fp16_reduced_precision_reduction": str(matmul.allow_fp16_reduced_precision_reduction),
+        "allow_fp16_accumulation": str(getattr(matmul, "allow_fp16_accumulation", False)),
+        "cudnn_allow_tf32": str(torch.backends.cudnn.allow_tf32),
+        "cudnn_deterministic": str(torch.backends.cudnn.deterministic),
+        "deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts

@@ -1,0 +1,89 @@
+"""The vendor reference: of all libraries that are installed and have the operator, the fastest on this case."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+from pytest_klineage.errors import HarnessError, MissingDependency, UsageError
+from pytest_klineage.records import KernelCase
+from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.device import DeviceReference
+
+MEMBERS = {
+    "gemm": ("cublas",),
+    "conv2d": ("cudnn",),
+    "fmha": ("cudnn", "flashinfer", "torch"),
+    "topk": ("flashinfer", "torch"),
+    "gdn": ("flashinfer", "fla"),
+}
+"""By operator, whom it asks. torch's gdn is a composition of ours and no vendor's."""
+
+
+class VendorReference(DeviceReference):
+    """Variants are called "<library>.<variant>"; who could not take part is in the record with the reason."""
+
+    name: ClassVar[str] = "vendor"
+    remedy: ClassVar[str] = "pip install flashinfer-python==0.6.11 flash-linear-attention==0.5.0"
+
+    def __init__(self, libraries: Sequence[DeviceReference]) -> None:
+        super().__init__()
+        self._libraries = {library.name: library for library in libraries}
+        self._absent: dict[str, dict[str, str]] = {}
+
+    def operators(self) -> tuple[str, ...]:
+        return tuple(MEMBERS)
+
+    def limits(self, case: KernelCase, platform: str) -> str:
+        refused = {name: self._libraries[name].limits(case, platform) for name in MEMBERS[case.operator]}
+        return "" if not all(refused.values()) else "; ".join(f"{name}: {why}" for name, why in refused.items())
+
+    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+        found: dict[str, Variant] = {}
+        absent = self._absent[case.id] = {}
+        missing: dict[str, str] = {}
+        for name in MEMBERS[case.operator]:
+            library = self._libraries[name]
+            try:
+                library.check(case, trial.platform)
+                variants = library.variants(case, trial)
+            except MissingDependency as error:
+                absent[name] = f"{error.what} is not installed"
+                missing[error.what] = library.remedy
+            except (UsageError, RuntimeError, ValueError) as error:
+                absent[name] = str(error)
+            else:
+                found |= {f"{name}.{variant}": made for variant, made in variants.items()}
+        if not found and missing:
+            raise MissingDependency(" or ".join(missing), " or: ".join(missing.values()))
+        if not found:
+            causes = "; ".join(f"{name}: {why}" for name, why in absent.items())
+            raise HarnessError(f"no library runs {case.id} on {trial.platform}: {causes}")
+        return found
+
+    def chargeable(self, case: KernelCase) -> Collection[str] | None:
+        names: list[str] = []
+        for name in MEMBERS[case.operator]:
+            own = self._libraries[name].chargeable(case)
+            if own is None:
+                return None
+            names += (f"{name}.{variant}" for variant in own)
+        return names
+
+    def label(self, case: KernelCase) -> str:
+        choice = self._choices.get(case.id)
+        return f"vendor: {choice.name}" if choice else "vendor"
+
+    def describe(self, case: KernelCase) -> dict[str, str]:
+        """Also the versions of every library that was asked, and "absent.<library>" with the reason."""
+        described, absent = super().describe(case), self._absent.get(case.id, {})
+        for name in MEMBERS[case.operator]:
+            if name not in absent:
+                versions = self._libraries[name].versions()
+                if note := versions.pop("version_note", ""):
+                    described[f"version_note.{name}"] = note
+                described |= versions
+        return described | {f"absent.{name}": why for name, why in absent.items()}
+
+    def versions(self) -> dict[str, str]:
+        return {}

@@ -1,0 +1,140 @@
+"""The cuda surface: CUDA C++ built by nvcc for sm_90a or sm_120a into a shared library of the native ABI.
+
+No device is needed to build. What is asked for (source, flags, architecture) is kept apart from what it is made with
+(toolkit, host compiler, versions of headers): see `recipe` and surfaces/artifacts.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import ClassVar
+
+from pytest_klineage.records import Build, Code, KernelSource, Surface
+from pytest_klineage.surfaces import artifacts
+from pytest_klineage.surfaces.base import Built, Loaded, SurfaceBackend, SurfaceFailure
+from pytest_klineage.surfaces.compiling import bounded, compile_once, digest_of, scratch
+from pytest_klineage.surfaces.elf import check_entry
+from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
+from pytest_klineage.surfaces.resources import parse_ptxas, with_instructions
+from pytest_klineage.surfaces.toolkit import HEADER_LIBRARIES, HeaderLibrary, Toolkit, find_headers, find_toolkit
+
+ARCHITECTURES = {"sm90": "90a", "sm120": "120a"}
+"""What a platform is called by nvcc; with the "a" come wgmma (90a) and block-scaled mma (120a)."""
+BASE_FLAGS = ("-shared", "-Xcompiler=-fPIC", "--cudart=static", "-lineinfo", "-Xptxas=-v")
+DEFAULT_FLAGS = {"-std": "-std=c++17", "-O": "-O3"}
+"""By option. nvcc takes each of them once: a source's own replaces it, all its other flags come on top."""
+PTXAS_FLAG = (
+    r"-O[0-3]|-d[ls]cm=[a-z]{2}|--def-(load|store)-cache=[a-z]{2}|--warn-on-(spills|local-memory-usage)"
+    r"|--allow-expensive-optimizations=(true|false)"
+)
+ALLOWED_FLAGS = (
+    r"-O[0-3]", r"-std=c\+\+\d\d", r"-D\w+(=[\w.+-]*)?", r"--?use_fast_math", r"--?maxrregcount=\d{1,3}",
+    r"--expt-relaxed-constexpr", r"--(extended|expt-extended)-lambda", r"--(ftz|prec-div|prec-sqrt|fmad)=(true|false)",
+    r"--diag-suppress=\d+(,\d+)*", rf"-Xptxas=({PTXAS_FLAG})(,({PTXAS_FLAG}))*", r"-lcuda",
+)  # fmt: skip
+"""What a source may ask of nvcc; `--include=NAME` is ours. What names a file or another library is not here."""
+INCLUDE = "--include="
+DRIVER = "-lcuda"
+STUB = "stub.cpp"
+RESOURCE_LOG_LIMIT = 8 << 20
+"""Characters of compiler output that are read for resources; templates have names of thousands of characters."""
+
+
+class CudaBackend(SurfaceBackend):
+    """Builds one translation unit; further files lie beside it and may be included by name."""
+
+    surface: ClassVar[Surface] = Surface.CUDA
+    platforms: ClassVar[tuple[str, ...]] = tuple(ARCHITECTURES)
+    needs_torch: ClassVar[bool] = False
+
+    def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
+        recipe, shown = self.recipe(source, platform=platform), shown_command(source, platform)
+        toolkit = find_toolkit()
+        headers = [find_headers(flag.removeprefix(INCLUDE)) for flag in source.flags if flag.startswith(INCLUDE)]
+        digest = digest_of(recipe, toolkit.description, *(f"{item.name} {item.version}" for item in headers))
+        directory = cache / "cuda" / digest
+        if (hit := artifacts.cached(directory)) is not None:
+            return hit
+        with scratch(cache) as staging:
+            for file in source.files:
+                (staging / file.name).write_text(file.text)
+            if DRIVER in source.flags:
+                make_driver_stub(toolkit, staging, timeout_s)
+            command = command_on(toolkit, headers, shown)
+            log, seconds = compile_once(command, staging, timeout_s=timeout_s, limit=RESOURCE_LOG_LIMIT)
+            kernels, said = parse_ptxas(log)
+            library = staging / artifacts.LIBRARY
+            content = library.read_bytes()
+            check_entry(content, source.entry)
+            build = Build(
+                digest=digest, recipe=recipe, platform=platform, command=shlex.join(shown), seconds=seconds,
+                toolchain=toolkit.description, log=bounded(said),
+                includes={item.name: item.version for item in headers},
+                kernels=with_instructions(kernels, library, toolkit.disassembler),
+            )  # fmt: skip
+            return artifacts.publish(directory, content, source, build)
+
+    def recipe(self, source: KernelSource, *, platform: str) -> str:
+        shown = shlex.join(shown_command(source, platform))
+        return digest_of(source.digest, HEADER.read_bytes(), shown, os.uname().machine)
+
+    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+        return NativeKernel(artifact, entry)
+
+
+def shown_command(source: KernelSource, platform: str) -> list[str]:
+    """The command without paths of this machine. Raises SurfaceFailure for a source that cannot be built."""
+    check_flags(source.flags)
+    if source.main is None:
+        raise SurfaceFailure(Code.SOURCE_MISSING, "a cuda kernel needs a source file")
+    architecture = ARCHITECTURES[platform]
+    defaults = [
+        default
+        for option, default in DEFAULT_FLAGS.items()
+        if not any(flag.startswith(option) for flag in source.flags)
+    ]
+    return [
+        "nvcc", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *BASE_FLAGS, *defaults, *source.flags,
+        source.main.name, "-o", artifacts.LIBRARY,
+    ]  # fmt: skip
+
+
+def command_on(toolkit: Toolkit, headers: list[HeaderLibrary], shown: list[str]) -> list[str]:
+    """The command with this machine's compilers and folders."""
+    here = [toolkit.nvcc, f"-ccbin={toolkit.host_compiler}", f"-I{INCLUDE_DIR}"]
+    here += [f"-I{folder}" for item in headers for folder in item.folders]
+    here += [f"-L{folder}" for folder in toolkit.library_dirs]
+    if DRIVER in shown:
+        here.append("-L.")
+    else:
+        # A name that no library has would otherwise be found when the kernel is loaded, which needs a device.
+        here.append("-Xlinker=-z,defs")
+    return here + [part for part in shown[1:] if not part.startswith(INCLUDE)]
+
+
+def make_driver_stub(toolkit: Toolkit, directory: Path, timeout_s: float) -> None:
+    """Put an empty libcuda.so to link with into `directory`: the driver's library is not there without a driver."""
+    (directory / STUB).write_text("")
+    command = [toolkit.host_compiler, "-shared", "-Wl,-soname,libcuda.so.1", STUB, "-o", "libcuda.so"]
+    compile_once(command, directory, timeout_s=timeout_s)
+
+
+def check_flags(flags: tuple[str, ...]) -> None:
+    """Raise SurfaceFailure for a flag that is not on the allow-list, or a header library that is not known."""
+    for flag in flags:
+        if flag.startswith(INCLUDE):
+            if flag.removeprefix(INCLUDE) not in HEADER_LIBRARIES:
+                valid = ", ".join(sorted(HEADER_LIBRARIES))
+                raise SurfaceFailure(
+                    Code.FLAG_REFUSED,
+                    f"{flag!r} names no header library that is known here; valid: {valid}. Own files go into also=",
+                )
+        elif not any(re.fullmatch(pattern, flag) for pattern in ALLOWED_FLAGS):
+            raise SurfaceFailure(
+                Code.FLAG_REFUSED,
+                f"the compiler flag {flag!r} is not allowed; the list is in docs/reference/surfaces.md, and the"
+                " architecture is the platform's",
+            )

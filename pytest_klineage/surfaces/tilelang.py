@@ -1,0 +1,48 @@
+"""The tilelang surface: a Python file with functions that make TileLang kernels, and a launcher on tensors.
+
+COMPILE = {"sm90": [{"kernel": ..., "arguments": {...}}]} names kernels to build ahead: TileLang and nvcc compile them
+without a GPU, and TileLang finds them when the launcher asks for the same. What else it asks for is compiled then.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import ClassVar
+
+from pytest_klineage.records import Surface
+from pytest_klineage.surfaces.jit import JitBackend, copy_entries
+from pytest_klineage.surfaces.toolkit import find_toolkit
+
+ARCHITECTURES = {"sm90": "sm_90a", "sm120": "sm_120a"}
+CACHE_VARIABLE = "TILELANG_CACHE_DIR"
+CACHE = "cache"
+"""Where an artifact keeps the entries of TileLang's cache."""
+KEPT = (".cu", ".so", ".pkl")
+"""Files of an entry: sources, the library with the kernel in it, its parameters."""
+
+
+class TilelangBackend(JitBackend):
+    """TileLang's own compiler with nvcc, in a process of its own."""
+
+    surface: ClassVar[Surface] = Surface.TILELANG
+    package: ClassVar[str] = "tilelang"
+    title: ClassVar[str] = "TileLang"
+    cache_variables: ClassVar[tuple[str, ...]] = (CACHE_VARIABLE, "TILELANG_TMP_DIR")
+
+    def arch(self, platform: str) -> str:
+        return ARCHITECTURES[platform]
+
+    def toolchain(self) -> str:
+        return find_toolkit().description
+
+    def environment(self) -> dict[str, str]:
+        toolkit = find_toolkit()
+        home = Path(toolkit.nvcc).parent.parent
+        return {"CUDA_HOME": str(home), "NVCC_CCBIN": toolkit.host_compiler, "TILELANG_PRINT_ON_COMPILATION": "0"}
+
+    def keep(self, directory: Path, hidden: Path) -> None:
+        copy_entries(directory / ".tilelang" / "cache", hidden / CACHE, KEPT)
+
+    def unpack(self, hidden: Path) -> None:
+        copy_entries(hidden / CACHE, Path(os.environ[CACHE_VARIABLE]), KEPT)

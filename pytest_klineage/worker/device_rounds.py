@@ -1,0 +1,158 @@
+"""One block of calls of one worker on a GPU as the oracle sees it: prepare memory, run, take two clocks, compare."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from pytest_klineage.records import Check, Code, KernelTime, Reason
+from pytest_klineage.records.messages import (
+    BlockReturned,
+    Done,
+    ReturnedTensor,
+    RunBlock,
+    Sample,
+)
+from pytest_klineage.worker.device_arena import DeviceArena
+from pytest_klineage.worker.rounds import (
+    EARLY_SAMPLES,
+    Player,
+    WorkerProblem,
+    compare,
+    prepare,
+    storage_extent,
+)
+
+PROFILE_SLACK_S = 30.0
+"""Starting the profiler for the first time takes seconds."""
+SETTLE_NOISE_NS = 1000
+"""What the device may take beyond twice the usual to find that nothing is left to do."""
+
+
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """What to run: the contents of the slots, one each, and how often and how."""
+
+    views: list[Any]
+    """Views; slot i gets view i."""
+    calls: int
+    """Calls in all; they go round the slots."""
+    arena: int = 0
+    first_slot: int = 0
+    graph: bool = False
+    profile: bool = False
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slot of every call."""
+        return tuple(self.first_slot + index % len(self.views) for index in range(self.calls))
+
+
+class BlockOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one block gave: a sample for every call, and one for all of them."""
+
+    whole: Sample
+    calls: tuple[Sample, ...]
+    checks: tuple[Check, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
+    busy_ns: int = 0
+    claimed_ns: int = 0
+
+
+class DevicePlayer(Player):
+    """A worker on a GPU and the arenas it shares with the oracle."""
+
+    arenas: Sequence[DeviceArena]
+
+    def __init__(self, role: str, channel: Any, settle_ns: int) -> None:
+        super().__init__(role, channel)
+        self.settle_ns = settle_ns
+        """How long an idle device takes to find itself idle, by the oracle's own measurement."""
+
+    def run_block(self, block: Block, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
+        """Run a block on prepared memory and compare every slot."""
+        arena: DeviceArena = self.arenas[block.arena]
+        kind = secrets.randbelow(2)
+        for index, view in enumerate(block.views):
+            prepare(arena, block.first_slot + index, view, kind, defences)
+        torch.cuda.synchronize()
+        returned, done, wall_ns, early = self._exchange(arena, block, deadline_s)
+        whole, calls = self._samples(block, returned, wall_ns)
+        checks: list[Check] = []
+        reasons = self._block_aliases(arena, done.tensors, defences)
+        for index, view in enumerate(block.views):
+            slot = block.first_slot + index
+            reasons += self._integrity(arena, slot, view, (), defences)
+            if "verify" in defences:
+                found, more = compare(arena, slot, view, kind, early if slot == block.slots[-1] else {})
+                if more:
+                    more = [*self._late_work(block.arena, slot, bool(done.tensors), deadline_s), *more]
+                checks += found
+                reasons += more
+        return BlockOutcome(
+            whole=whole, calls=calls, checks=tuple(checks), reasons=tuple(reasons), kernels=done.kernels,
+            busy_ns=done.busy_ns, claimed_ns=sum(returned.elapsed_ns),
+        )  # fmt: skip
+
+    def _exchange(
+        self, arena: DeviceArena, block: Block, deadline_s: float
+    ) -> tuple[BlockReturned, Done, int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+        """Send the request, take the trusted clock, look at the last outputs at once, then wait for the rest."""
+        nonce = secrets.randbits(48)
+        last = arena.outputs(block.slots[-1])
+        flat = {name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in last.items()}
+        where = {name: torch.randint(len(flat[name]), (EARLY_SAMPLES,), device="cuda") for name in flat}
+        torch.cuda.synchronize()
+        request = RunBlock(
+            arena=block.arena, slots=block.slots, nonce=nonce, graph=block.graph, profile=block.profile
+        )  # fmt: skip
+        limit_s = deadline_s * max(1, block.calls // 10) + (PROFILE_SLACK_S if block.profile else 0.0)
+        started = time.perf_counter_ns()
+        self._send(request)
+        returned: BlockReturned = self._receive(BlockReturned, limit_s, Code.TIMEOUT_RUN, nonce)
+        wall_ns = time.perf_counter_ns() - started
+        early = {name: (places, flat[name][places]) for name, places in where.items()}
+        torch.cuda.synchronize()
+        done: Done = self._receive(Done, limit_s, Code.TIMEOUT_RUN, nonce)
+        wanted = len(returned.elapsed_ns) if block.graph else block.calls
+        times = (*returned.elapsed_ns, returned.span_ns)
+        if not times or len(returned.elapsed_ns) != wanted or min(times) <= 0 or returned.span_ns > wall_ns:
+            raise WorkerProblem(
+                Reason(
+                    code=Code.CLOCK,
+                    message="the worker reports no time, or more than passed between request and answer",
+                    evidence={"span_ns": returned.span_ns, "wall_ns": wall_ns, "times": len(returned.elapsed_ns)},
+                )
+            )
+        return returned, done, wall_ns, {} if done.tensors or block.graph else early
+
+    def _samples(self, block: Block, returned: BlockReturned, wall_ns: int) -> tuple[Sample, tuple[Sample, ...]]:
+        """What the device did after a call's own stream had finished is added to the call; the host's share is apart.
+
+        The host's share is what the trusted clock saw beyond the block's span, spread over the calls.
+        """
+        allowed = 2 * self.settle_ns + SETTLE_NOISE_NS
+        settled = returned.settled_ns or (0,) * len(returned.elapsed_ns)
+        times = [
+            own + (after - self.settle_ns if after > allowed else 0)
+            for own, after in zip(returned.elapsed_ns, settled, strict=True)
+        ]
+        gap_ns = max(0, wall_ns - returned.span_ns) // block.calls
+        if block.graph or block.profile:
+            gap_ns = 0  # recording a graph and starting a profiler take the host long, whoever's kernel it is
+        middle = sorted(times)[len(times) // 2]
+        whole = Sample(role=self.role, elapsed_ns=middle, wall_ns=middle + gap_ns)
+        return whole, tuple(Sample(role=self.role, elapsed_ns=own, wall_ns=own + gap_ns) for own in times)
+
+    def _block_aliases(
+        self, arena: DeviceArena, tensors: tuple[ReturnedTensor, ...], defences: frozenset[str]
+    ) -> list[Reason]:
+        """Whether returned tensors overlap the arena, one another, or what the last block returned."""
+        reason = self._aliases(arena, tensors) if tensors and "alias_rules" in defences else None
+        self.previous = list(tensors)
+        return [reason] if reason is not None else []

@@ -1,0 +1,130 @@
+"""The references under the policy do_bench against what was published for one H200: same library, same clock?
+
+pytest suites/gate_quality/test_gpu_references.py --platform sm90 -k "gemm and not 8192"    a part; other rows are kept
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from on_gpu import first_right, gpu_platform, kept_rows, machine_of, results_file, with_library
+
+from pytest_klineage import KlineageSession
+from pytest_klineage.gate import Gate
+from pytest_klineage.operators import make_case, paper_case
+from pytest_klineage.records import KernelCase
+
+TOLERANCE = 0.03
+PUBLISHED_ON = "H200"
+
+
+class Published(NamedTuple):
+    """One figure that was published: the median of triton.testing.do_bench(warmup=25, rep=100) on one H200."""
+
+    name: str
+    operator: str
+    reference: str
+    milliseconds: float
+    shape: tuple[int, ...] = ()
+    """Empty for the paper's."""
+    dtype: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def case(self) -> KernelCase:
+        """The case, with libraries allowed."""
+        paper = paper_case(self.operator, "gpu", self.reference)
+        shape = self.shape or tuple(paper.shape.values())
+        options = {**paper.options, **dict(self.options)}
+        return with_library(make_case(self.operator, shape, self.dtype or paper.dtype, self.reference, **options))
+
+
+PUBLISHED = (
+    Published("gemm-4096", "gemm", "cublas", 0.1949),
+    Published("gemm-2048", "gemm", "cublas", 0.0290, (2048, 2048, 2048)),
+    Published("topk", "topk", "flashinfer", 0.0158),
+    Published("conv2d-nchw", "conv2d", "cudnn", 0.0340),
+    Published("conv2d-nhwc", "conv2d", "cudnn", 0.0182, options=(("layout", "nhwc"),)),
+    Published("gdn", "gdn", "flashinfer", 0.1987),
+    Published("fmha-cudnn", "fmha", "cudnn", 1.956),
+    Published("fmha-fa3", "fmha", "flashinfer", 1.995),
+    Published("fmha-fa3-causal", "fmha", "flashinfer", 1.135, options=(("causal", True),)),
+    Published("gemm-8192", "gemm", "cublas", 1.584, (8192, 8192, 8192)),
+    # Its first call tunes for about half a minute.
+    Published("gdn-fla", "gdn", "fla", 0.3580),
+)
+
+
+class Timed(msgspec.Struct, frozen=True, kw_only=True):
+    """One reference as the gate times it."""
+
+    name: str
+    case: str
+    reference: str
+    published_ms: float
+    measured_ms: float
+    samples_ms: tuple[float, ...]
+    facts: dict[str, str]
+    """Versions and the variant that was chosen."""
+    machine: str
+    judged_at: str
+
+    @property
+    def ratio(self) -> float:
+        """Measured over published."""
+        return self.measured_ms / self.published_ms
+
+
+def report_of(rows: list[Timed], platform: str) -> str:
+    """The page with its table, in the order of PUBLISHED."""
+    order = [published.name for published in PUBLISHED]
+    lines = [
+        f"# References on {platform} under `do_bench`\n",
+        f"{rows[-1].machine}, {rows[-1].judged_at}. Published: docs/measured-facts.md, medians of "
+        f"`triton.testing.do_bench(warmup=25, rep=100)` on one {PUBLISHED_ON}, "
+        "whose clock drifts by up to 5 % under load.\n",
+        f"| case | reference | published, ms | the gate, ms | ratio | within {100 * TOLERANCE:g} % |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: order.index(row.name)):
+        variant = row.facts.get("variant", "")
+        shown = f"{row.reference} ({variant})" if variant else row.reference
+        within = "yes" if abs(row.ratio - 1) <= TOLERANCE else "no"
+        figures = f"{row.published_ms:.4f} | {row.measured_ms:.4f} | {row.ratio:.3f} | {within}"
+        lines.append(f"| {row.case} | {shown} | {figures} |")
+    return "\n".join([*lines, "", f"Raw samples: `references-{platform}.jsonl`."])
+
+
+@pytest.mark.parametrize("published", [pytest.param(item, id=item.name) for item in PUBLISHED])
+def test_gpu_references(
+    published: Published,
+    request: pytest.FixtureRequest,
+    klineage_session: KlineageSession,
+    publish: Callable[[str, str, list[Timed]], None],
+) -> None:
+    """The gate's do_bench says what Triton's said, within 3 %."""
+    platform = gpu_platform(klineage_session)
+    settings = msgspec.structs.replace(klineage_session.gate_settings, policy="do_bench", also_policies=(), seeds=1)
+    case = published.case()
+    with Gate(platform, settings) as gate:
+        _source, verdict = first_right(gate, case, against_itself=False)
+    assert verdict.timing is not None
+    row = Timed(
+        name=published.name, case=case.id, reference=published.reference, published_ms=published.milliseconds,
+        measured_ms=verdict.timing.reference_ms, samples_ms=verdict.timing.reference_samples_ms,
+        facts=verdict.reference, machine=machine_of(verdict), judged_at=verdict.judged_at,
+    )  # fmt: skip
+    name = f"references-{platform}"
+    known = {item.name for item in PUBLISHED} - {published.name}
+    rows = kept_rows(results_file(request.config, name), Timed, without=lambda other: other.name not in known)
+    publish(name, report_of([*rows, row], platform), [*rows, row])
+    if PUBLISHED_ON not in row.machine:
+        pytest.skip(f"published for an {PUBLISHED_ON}, measured on {row.machine}")
+    assert row.ratio == pytest.approx(1, abs=TOLERANCE)

@@ -1,0 +1,88 @@
+"""What a verdict costs on a GPU: GEMM 4096^3 by the expert kernel, warm, from the question to the answer."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from on_gpu import gpu_platform, machine_of, sources
+
+from pytest_klineage import KlineageSession
+from pytest_klineage.gate import Gate
+from pytest_klineage.gate.statistics import median
+from pytest_klineage.operators import paper_case
+from pytest_klineage.records import Surface
+
+VERDICTS = 5
+TARGET_S = 10.0
+"""A verdict with the default settings, which ask for an interval of +-1 %."""
+OVERHEAD_S = 3.0
+"""Beside the timed blocks and the build: two contexts, the checks, the profiled blocks."""
+
+
+class VerdictTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of every verdict, the first (cold) apart."""
+
+    kernel: str
+    first_s: float
+    total_s: tuple[float, ...]
+    timed_s: tuple[float, ...]
+    """Of these, inside of the timed blocks' policy."""
+    overhead_s: tuple[float, ...]
+    half_widths: tuple[float, ...]
+    codes: tuple[str, ...]
+    machine: str
+    judged_at: str
+
+
+def report_of(figures: VerdictTime, platform: str) -> str:
+    """The page with its table."""
+    rows = (
+        ("a warm verdict, median (largest)", figures.total_s, f"{TARGET_S:g} s"),
+        ("of these inside of the timed blocks", figures.timed_s, ""),
+        ("beside them", figures.overhead_s, f"{OVERHEAD_S:g} s"),
+    )
+    lines = [
+        f"# What a verdict costs on {platform}: GEMM 4096^3, bf16\n",
+        f"{figures.machine}, {figures.judged_at}. {figures.kernel} against cuBLAS, default settings, "
+        f"{len(figures.total_s)} verdicts after a first one of {figures.first_s:.1f} s.\n",
+        "| what | measured | target |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {what} | {median(seconds):.2f} s ({max(seconds):.2f} s) | {goal} |" for what, seconds, goal in rows]
+    lines.append(f"| half-width of the interval | +-{100 * median(figures.half_widths):.2f} % | 1 % |")
+    return "\n".join([*lines, "", f"Raw figures: `verdict-time-{platform}.jsonl`."])
+
+
+def test_gpu_verdict_time(
+    klineage_session: KlineageSession, publish: Callable[[str, str, list[VerdictTime]], None]
+) -> None:
+    """A warm verdict takes at most 10 s, of which at most 3 s are not timing."""
+    platform = gpu_platform(klineage_session)
+    case = msgspec.structs.replace(paper_case("gemm", "gpu", "cublas"), at_least=1e-4)
+    source = next(source for source in sources("gemm", platform) if source.surface is Surface.CUDA)
+    verdicts, seconds = [], []
+    with Gate(platform, klineage_session.gate_settings) as gate:
+        for _ in range(VERDICTS + 1):
+            started = time.monotonic()
+            verdicts.append(gate.judge(case, source))
+            seconds.append(time.monotonic() - started)
+    timings = [verdict.timing for verdict in verdicts[1:] if verdict.timing is not None]
+    assert len(timings) == VERDICTS, [verdict.reasons[0].message for verdict in verdicts]
+    figures = VerdictTime(
+        kernel=source.label, first_s=seconds[0], total_s=tuple(seconds[1:]),
+        timed_s=tuple(timing.seconds for timing in timings),
+        overhead_s=tuple(verdict.overhead_s for verdict in verdicts[1:]),
+        half_widths=tuple(timing.speedup.half_width for timing in timings),
+        codes=tuple(verdict.code.value for verdict in verdicts), machine=machine_of(verdicts[-1]),
+        judged_at=verdicts[-1].judged_at,
+    )  # fmt: skip
+    publish(f"verdict-time-{platform}", report_of(figures, platform), [figures])
+    assert median(figures.total_s) <= TARGET_S
+    assert median(figures.overhead_s) <= OVERHEAD_S
