@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_klineage import __version__
+from pytest_klineage.cli_cards import add_cards
+from pytest_klineage.cli_lineage import add_lineage
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -23,10 +25,11 @@ OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES = """\
 exit codes:
   0  done; for doctor: this machine can run the cpu platform
-  1  something failed; for doctor: a part that the cpu platform needs is missing
+  1  something failed; for doctor: a part that the cpu platform needs is missing;
+     for cards lint, cards diff and lineage verify: something is wrong, or differs
   2  the command line, or what it names, is not valid
 """
-RECORDS = ("record", "run", "verdict", "case", "source", "machine")
+RECORDS = ("record", "run", "verdict", "case", "source", "machine", "lineage", "card")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,6 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     cases = commands.add_parser("cases", help="list operators with their axes, options and shapes, and the references")
     cases.set_defaults(command=run_cases)
+    add_lineage(commands)
+    add_cards(commands)
     return parser
 
 
@@ -115,10 +120,12 @@ def run_schema(arguments: argparse.Namespace) -> int:
     """`schema`."""
     import msgspec
 
-    from pytest_klineage.records import KernelCase, KernelSource, Machine, Verdict, json_schema
+    from pytest_klineage.records import KernelCase, KernelSource, Lineage, Machine, SkillCard, Verdict, json_schema
     from pytest_klineage.results import Record, RunInfo
 
-    types: tuple[type[msgspec.Struct], ...] = (Record, RunInfo, Verdict, KernelCase, KernelSource, Machine)
+    types: tuple[type[msgspec.Struct], ...] = (
+        Record, RunInfo, Verdict, KernelCase, KernelSource, Machine, Lineage, SkillCard,
+    )  # fmt: skip
     kinds = dict(zip(RECORDS, types, strict=True))
     if arguments.name not in kinds:
         raise UnknownName("record", arguments.name, kinds)

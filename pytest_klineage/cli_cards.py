@@ -80,7 +80,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         _say("".join(f"{line.rstrip()[:WIDTH].rstrip()}\n" for line in table.splitlines()))
         _say("\n")
     admitted = sum(card.status.value == "admitted" for card in cards)
-    _say(f"{len(cards)} cards, {admitted} admitted\n")
+    _say(f"{_counted(len(cards), 'card')}, {admitted} admitted\n")
     return OK
 
 
@@ -113,7 +113,8 @@ def run_lint(arguments: argparse.Namespace) -> int:
     _say("".join(f"{line}\n" for finding in findings for line in _finding_lines(finding)))
     warnings = sum(finding.warning for finding in findings)
     errors = len(findings) - warnings
-    _say(f"{len(folders)} cards: {errors} errors, {warnings} warnings\n")
+    counts = (_counted(len(folders), "card"), _counted(errors, "error"), _counted(warnings, "warning"))
+    _say("{}: {}, {}\n".format(*counts))
     return FAILED if errors or (arguments.strict and warnings) else OK
 
 
@@ -140,6 +141,10 @@ def _row(card: SkillCard) -> list[str]:
     return [
         _shortened(card.name, 30), card.status.value, card.category.value, effect, _shortened(", ".join(where), 22)
     ]  # fmt: skip
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shortened(text: str, size: int) -> str:

@@ -57,7 +57,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     rows = list(_rows(lineage))
     rule = ["-" * max(len(row[column]) for row in (HEADERS, *rows)) for column in range(len(HEADERS))]
     table = tabulate([HEADERS, rule, *rows], tablefmt="plain", disable_numparse=True)
-    _say(f"{lineage.name}: {lineage.case.id}, {len(lineage.states)} states\n\n")
+    _say(f"{lineage.name}: {lineage.case.id}, {_counted(len(lineage.states), 'state')}\n\n")
     _say("".join(f"{line.rstrip()[:WIDTH].rstrip()}\n" for line in table.splitlines()))
     ended = f"ended: {lineage.termination.value}: {lineage.termination_reason}"
     for line in ("", *_wrapped(ended), *_wrapped(f"digest: {lineage.digest}")):
@@ -83,7 +83,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
         except BadRecord as error:
             problems = [str(error)]
         broken += bool(problems)
-        found = f"{len(problems)} problems" if problems else f"holds together: {len(stored.sources)} states"
+        states = "" if problems else f"holds together: {_counted(len(stored.sources), 'state')}"
+        found = states or _counted(len(problems), "problem")
         for line in (*_wrapped(f"{folder}: {found}"), *(part for text in problems for part in _wrapped(f"  {text}"))):
             _say(f"{line}\n")
     return FAILED if broken else OK
@@ -146,6 +147,10 @@ def _folder(experts: Path, name: str) -> Path:
         if (folder / LINEAGE_FILE).is_file():
             return folder
     raise UnknownName("lineage", name, ["/".join(found.parts[-3:-1]) for found in find_lineages(experts)])
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shortened(text: str, size: int = 20) -> str:

@@ -16,6 +16,8 @@ FOREIGN_SHARE = 0.10
 """Device time that may be a library's or the framework's before the work counts as theirs."""
 HIDDEN_SHARE, HIDDEN_NS = 0.25, 4_000
 """Device time beyond the calls' own events before it counts as hidden: a share of it, and so much per call."""
+WATCHED_SHARE, WATCHED_MS = 2.0, 0.02
+"""How much slower a call may be while it is traced: so many times, or by so much, whichever is longer."""
 SHOWN = 3
 
 
@@ -43,14 +45,14 @@ COPY = re.compile(r"^(Memcpy|Memset)")
 def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:
     """Who wrote the kernel of this name.
 
-    `own_symbols` are functions that the candidate's own build has produced, of a candidate that can load no library:
-    any other could give a kernel of its own a vendor's name, and run the vendor's.
+    `own_symbols` are functions that the candidate's own build has produced. They tell a template of CUTLASS that the
+    candidate has instantiated from one in a library. No other vendor's name may be given to a kernel of one's own.
     """
-    if COPY.match(name) or function_of(name) in own_symbols:
+    if COPY.match(name):
         return Owner.OWN
     if FRAMEWORK.search(name):
         return Owner.FRAMEWORK
-    if VENDOR.search(name) or CUTLASS.search(name):
+    if VENDOR.search(name) or (CUTLASS.search(name) and function_of(name) not in own_symbols):
         return Owner.VENDOR
     return Owner.OWN
 
@@ -76,11 +78,22 @@ def foreign_reason(profiled: Profiled, *, own_symbols: Iterable[str] = ()) -> Re
     return None
 
 
+def watched_reason(profiled: Profiled, timed_ms: float) -> Reason | None:
+    """A reason when calls take much longer once they are watched: then what was timed was something else."""
+    per_call_ms = profiled.claimed_ns / 1e6 / profiled.calls
+    if per_call_ms <= max(WATCHED_SHARE * timed_ms, timed_ms + WATCHED_MS):
+        return None
+    message = (
+        f"a call takes {1e3 * per_call_ms:.1f} us while its kernels are traced, {1e3 * timed_ms:.1f} us when timed"
+    )
+    return Reason(code=Code.CLOCK, message=message, evidence={"traced_ms": per_call_ms, "timed_ms": timed_ms})
+
+
 def hidden_reason(profiled: Profiled) -> Reason | None:
     """A reason when the device worked longer for the calls than they took by their own events, or not at all."""
-    if profiled.busy_ns == 0:
+    if profiled.busy_ns == 0 or all(COPY.match(kernel.name) for kernel in profiled.kernels):
         return Reason(
-            code=Code.NO_DEVICE_WORK, message=f"the device executed nothing during {profiled.calls} profiled calls"
+            code=Code.NO_DEVICE_WORK, message=f"the device executed no kernel during {profiled.calls} traced calls"
         )
     hidden = profiled.busy_ns - profiled.claimed_ns
     if hidden <= max(HIDDEN_SHARE * profiled.claimed_ns, HIDDEN_NS * profiled.calls):

@@ -171,8 +171,12 @@ class TimedStage:
         self.judgement.kernels["candidate"] = profiled.kernels
         if profiled.reasons:
             raise Rejected(*profiled.reasons)
-        if "two_clocks" in self.judgement.settings.defences and (hidden := attribution.hidden_reason(profiled)):
-            raise Rejected(hidden)
+        if "two_clocks" in self.judgement.settings.defences:
+            timed = [timing for timing in self.judgement.timings if POLICIES[timing.policy].mode != "graph"]
+            found = [attribution.hidden_reason(profiled)]
+            found += [attribution.watched_reason(profiled, timing.candidate_ms) for timing in timed]
+            if reasons := [reason for reason in found if reason is not None]:
+                raise Rejected(*reasons)
         symbols = self._own_symbols()
         self.judgement.object_to_libraries(attribution.foreign_reason(profiled, own_symbols=symbols))
 

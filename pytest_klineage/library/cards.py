@@ -14,7 +14,16 @@ from pytest_klineage.errors import BadRecord, UnknownName, UsageError
 from pytest_klineage.library.normalise import held_out
 from pytest_klineage.library.rendering import NAME, NAME_LIMIT, skill_markdown
 from pytest_klineage.library.storage import record_json, write_atomically
-from pytest_klineage.records import CardStatus, SkillCard, Trial, from_json
+from pytest_klineage.records import (
+    CardStatus,
+    Category,
+    Context,
+    Evidence,
+    Lineage,
+    SkillCard,
+    Trial,
+    from_json,
+)
 
 CARD_FILE = "card.json"
 SKILL_FILE = "SKILL.md"
@@ -59,9 +68,20 @@ def find_cards(skills: Path) -> list[SkillCard]:
 
 def find_card(skills: Path, name: str) -> SkillCard:
     """The card of that name. Raises UnknownName, which lists the cards that are there."""
-    if not (skills / name / CARD_FILE).is_file():
-        raise UnknownName("card", name, [folder.name for folder in card_folders(skills)])
-    return read_card(skills / name)
+    folders = {folder.name: folder for folder in card_folders(skills)}
+    if name not in folders:
+        raise UnknownName("card", name, folders)
+    return read_card(folders[name])
+
+
+def origin_of(lineage: Lineage, index: int) -> tuple[Evidence, Context]:
+    """What a card that is lifted from transition `index` of a sealed lineage cites, and where that transition is."""
+    done = lineage.done_before(index)
+    context = Context(
+        operator=lineage.operator, shape=dict(lineage.case.shape), dtype=lineage.case.dtype, surface=lineage.surface,
+        platform=lineage.platform, prior=tuple(category for category in Category if category in done),
+    )  # fmt: skip
+    return Evidence(lineage.name, lineage.transitions[index].digest), context
 
 
 def with_trials(card: SkillCard, trials: Iterable[Trial]) -> SkillCard:

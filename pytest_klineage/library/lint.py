@@ -214,7 +214,8 @@ def _log(card: SkillCard, lineages: Mapping[str, Lineage]) -> Iterator[tuple[Rul
     if card.status is CardStatus.CANDIDATE and card.successes:
         yield Rule.CANDIDATE, "a candidate, although a held-out trial has succeeded"
     for number, trial in enumerate(card.log, start=1):
-        if trial.held_out and not trial.imported and not held_out(trial.context, card.origins):
+        told = trial.held_out and not trial.imported and bool(card.origins)
+        if told and not held_out(trial.context, card.origins):
             yield Rule.HELD_OUT, f"trial {number} says held out, but its target is one that the card was lifted from"
         if trial.outcome is TrialOutcome.SUCCESS and trial.code is not None and trial.code.status.value != "accepted":
             yield Rule.OUTCOME, f"trial {number} is a success, but the gate's reason is {trial.code.value}"

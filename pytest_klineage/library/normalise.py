@@ -153,9 +153,10 @@ def same_target(one: Context, other: Context) -> bool:
 def held_out(context: Context, origins: Collection[Context]) -> bool:
     """Whether a context differs from every origin in operator, shape, platform or surface.
 
-    Another data type alone, or other steps made before, are no held-out target.
+    Another data type alone, or other steps made before, are no held-out target. Without origins nothing is: where a
+    card comes from is not known then.
     """
-    return not any(same_target(context, origin) for origin in origins)
+    return bool(origins) and not any(same_target(context, origin) for origin in origins)
 
 
 @cache

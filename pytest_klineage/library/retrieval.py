@@ -31,6 +31,8 @@ from pytest_klineage.library.similarity import (
 from pytest_klineage.records import CardStatus, Category, Context, KernelCase, SkillCard, Surface
 
 DEFAULT_K = 4
+UNKNOWN: frozenset[tuple[str, Shape]] = frozenset({("", ())})
+"""Origins of a card that says none: they may be any target's own."""
 
 
 class Dimension(StrEnum):
@@ -77,7 +79,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     by: tuple[Dimension, ...]
     """The dimensions in which it is among the nearest k."""
     contaminated: bool
-    """Lifted from a lineage of the target's own operator and shape."""
+    """Lifted from a lineage of the target's own operator and shape, or from nobody knows where."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,7 +192,7 @@ class CardIndex:
             platforms=self._platforms.number(frozenset(map(_platform, at))),
             steps=tuple(sorted(steps)) or (self._steps.number(NOWHERE),),
             terms=self._terms.number((card.status, needs(card))),
-            origins=frozenset((context.operator, _shape(context.shape)) for context in card.origins),
+            origins=frozenset((context.operator, _shape(context.shape)) for context in card.origins) or UNKNOWN,
         )
 
     def _columns(self, target: Target) -> _Columns:
@@ -266,8 +268,8 @@ def _nearest(columns: _Columns, eligible: Sequence[int], k: int) -> dict[int, tu
 
 
 def _own(case: KernelCase) -> frozenset[tuple[str, Shape]]:
-    """Origins that a card of this very problem has: its shape, or none where nobody recorded it."""
-    return frozenset({(case.operator, _shape(case.shape)), (case.operator, ())})
+    """Origins that a card of this very problem may have: its shape, no shape, or nothing at all that was recorded."""
+    return UNKNOWN | {(case.operator, _shape(case.shape)), (case.operator, ())}
 
 
 def _shape(shape: dict[str, int]) -> Shape:

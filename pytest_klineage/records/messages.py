@@ -67,6 +67,8 @@ class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arena: int
     slots: tuple[int, ...]
     nonce: int
+    mask: int = 0
+    """Inputs lie in their slots masked by these 16 bits, and are unmasked one call at a time, before its cache flush."""
     graph: bool = False
     """Record the calls in a CUDA graph first and time replays of it, without any flush."""
     profile: bool = False

@@ -20,6 +20,9 @@ from pytest_klineage.surfaces.base import Built, SurfaceFailure
 LOG_LIMIT = 8_000
 """Characters of compiler output that a verdict keeps: enough for the first errors."""
 
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+"""Status of a compiler that the system killed: its own, or as its driver passes it on."""
+
 
 def digest_of(*parts: str | bytes) -> str:
     """SHA-256 over several parts, each length-prefixed so that they cannot run into one another."""
@@ -88,7 +91,8 @@ def compile_once(command: list[str], directory: Path, *, timeout_s: float, limit
     with log_path.open("rb") as log:
         text = log.read(limit * 4).decode(errors="replace").replace(str(directory) + "/", "")
     if status:
-        raise SurfaceFailure(Code.COMPILE, f"the compiler ended with status {status}", log=bounded(text))
+        killed = ": it was killed, by the system most likely, for want of memory" if status in KILLED else ""
+        raise SurfaceFailure(Code.COMPILE, f"the compiler ended with status {status}{killed}", log=bounded(text))
     return bounded(text, limit), time.monotonic() - started
 
 

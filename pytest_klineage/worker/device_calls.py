@@ -7,8 +7,12 @@ next call's flush waits for the third, so nothing hides behind it.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import torch
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.records import Code, KernelTime
@@ -23,6 +27,7 @@ from pytest_klineage.records.messages import (
     RunBlock,
 )
 from pytest_klineage.surfaces.base import Invoke, Loaded, SurfaceFailure
+from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker import device
 from pytest_klineage.worker.calls import CallLoop
 
@@ -31,12 +36,19 @@ HEAD_START_CYCLES = 250_000
 and no call's time is that of the host's launching it."""
 HEAD_START_KERNEL = "spin_kernel"
 """How a profile names it."""
+MASK_KERNEL = "BitwiseXor"
+"""A part of the names of torch's kernels by which inputs are unmasked."""
 HEAD_START_CALLS = 40
 """Longer blocks get the head start of so many calls."""
 GRAPH_REPLAYS = 5
 MAX_KERNELS = 100
 MAX_NAME = 240
 """Characters of a kernel's name that a record keeps."""
+
+
+_tensor: Any = torch._C.TensorBase
+XOR: Callable[..., Any] = _tensor.bitwise_xor_
+"""Taken before any candidate is imported."""
 
 
 class Moments(NamedTuple):
@@ -52,9 +64,12 @@ class DeviceClock:
     """Events on one stream. Made before any candidate is imported; it binds the driver's functions for good."""
 
     def __init__(self, flush_bytes: int) -> None:
-        import torch
         from cuda.bindings import driver
 
+        # torch.profiler would import half of torch when it starts, after the files were put out of reach.
+        from torch.autograd.profiler import profile
+
+        self.profile: Any = profile
         self.torch_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch has no types here
         torch.cuda.set_stream(self.torch_stream)
         self.stream = self.torch_stream.cuda_stream
@@ -88,9 +103,11 @@ class DeviceClock:
         self._limit(self._persisting, 0)
         self._reset_persisting()
 
-    def run(self, moments: Moments, invoke: Invoke) -> Any:
-        """Flush the cache, then call between events."""
+    def run(self, moments: Moments, invoke: Invoke, prepare: Invoke | None = None) -> Any:
+        """Prepare the call, flush the cache, then call between events."""
         stream, record = self.stream, self._record
+        if prepare is not None:
+            prepare()
         if self._flush_bytes:
             self._memset(self._flush_address, 0, self._flush_bytes, stream)
         record(moments.start, stream)
@@ -131,6 +148,16 @@ class DeviceMapping:
         self.memory = device.attach(fd, message.arena.num_bytes, stream=stream)
         self.slots = message.arena.slots
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
+        self._masked = [[halves(tensor_view(self.memory, item)) for item in slot.inputs] for slot in self.slots]
+
+    def prepare(self, slot: int, mask: int) -> None:
+        """Unmask the inputs of a slot, and convert them where a reference has a convention of its own."""
+        if mask:
+            for tensor in self._masked[slot]:
+                XOR(tensor, mask)
+        # A candidate's call has nothing of the kind.
+        if before := getattr(self.calls[slot], "before", None):
+            before()
 
 
 class DeviceLoop(CallLoop):
@@ -169,12 +196,10 @@ class DeviceLoop(CallLoop):
     def run_block(self, request: RunBlock) -> None:
         """All calls of a block, the answer with their times, then the outputs."""
         self.clock.forget_persisting_lines()
-        for slot in set(request.slots):
-            # What a reference converts untimed; a candidate's call has nothing of the kind.
-            if before := getattr(self.arenas[request.arena].calls[slot], "before", None):
-                before()
         if request.profile:
-            (returned, results), kernels, busy_ns = profiled(lambda: self.queued(request), len(request.slots))
+            masked = sum(len(self.arenas[request.arena].slots[slot].inputs) for slot in request.slots)
+            trace, (returned, results) = self.traced(request)
+            kernels, busy_ns = summary(trace, fills=len(request.slots), masks=masked)
         else:
             returned, results = self.replayed(request) if request.graph else self.queued(request)
             kernels, busy_ns = (), 0
@@ -183,17 +208,29 @@ class DeviceLoop(CallLoop):
         self.last_block = request, results
         self.answer(request.nonce, request, results, kernels, busy_ns)
 
+    def traced(self, request: RunBlock) -> tuple[list[tuple[int, int, str]], tuple[BlockReturned, list[Any]]]:
+        """A queued block and what the device executed meanwhile: start and length in ns, and name."""
+        with self.clock.profile(use_device="cuda", use_cpu=False, use_kineto=True) as trace:
+            outcome = self.queued(request)
+        events: Any = trace.kineto_results.events()
+        found = [(e.start_ns(), e.duration_ns(), e.name()) for e in events if "CUDA" in str(e.device_type())]
+        return found, outcome
+
     def queued(self, request: RunBlock) -> tuple[BlockReturned, list[Any]]:
         """Queue every call between its events, then wait for the stream."""
-        clock, calls = self.clock, self.arenas[request.arena].calls
+        clock, mapping = self.clock, self.arenas[request.arena]
+        calls = mapping.calls
         moments = clock.moments(len(request.slots))
         results: deque[Any] = deque(maxlen=len(calls))
         clock.mark(clock.begin)
         if len(moments) <= len(calls):
             # A long queue is what do_bench times: calls that the host cannot keep up with take as long as there.
             clock.head_start(len(moments))
+        seen: set[int] = set()
         for events, slot in zip(moments, request.slots, strict=True):
-            results.append(clock.run(events, calls[slot]))
+            prepare = None if slot in seen else functools.partial(mapping.prepare, slot, request.mask)
+            seen.add(slot)
+            results.append(clock.run(events, calls[slot], prepare))
         clock.wait()
         returned = BlockReturned(
             nonce=request.nonce,
@@ -205,9 +242,10 @@ class DeviceLoop(CallLoop):
 
     def replayed(self, request: RunBlock) -> tuple[BlockReturned, list[Any]]:
         """Record the calls in one graph and time its replays; each sample is the mean of a replay's calls."""
-        import torch
-
-        clock, calls = self.clock, [self.arenas[request.arena].calls[slot] for slot in request.slots]
+        clock, mapping = self.clock, self.arenas[request.arena]
+        calls = [mapping.calls[slot] for slot in request.slots]
+        for slot in set(request.slots):
+            mapping.prepare(slot, request.mask)
         for invoke in calls:
             invoke()
         clock.wait_for_all()
@@ -245,35 +283,35 @@ class DeviceLoop(CallLoop):
 
 def code_of(error: BaseException) -> Code:
     """The reason code for what a candidate raised on a GPU."""
-    import torch
-
     if isinstance(error, torch.OutOfMemoryError):
         return Code.OUT_OF_MEMORY
     return Code.CUDA_ERROR if "CUDA error" in str(error) else Code.EXCEPTION
 
 
-def profiled(run: Any, flushes: int) -> tuple[Any, tuple[KernelTime, ...], int]:
-    """What `run` returns, what the device executed meanwhile, and for how long it was busy with that.
+def halves(tensor: Any) -> Any:
+    """A tensor's memory as 16-bit integers, the mask's size; every data type here is at least as wide."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.int16)
 
-    So many of the longest fills are the flushes between calls and are left out.
+
+def summary(executed: list[tuple[int, int, str]], *, fills: int, masks: int) -> tuple[tuple[KernelTime, ...], int]:
+    """Kernels by name, and for how long the device was busy with them, without what is ours.
+
+    Ours are the flushes (so many of the longest fills), the unmasking (so many of the longest of its kernels), and the
+    head start (the first of its name): a kernel of the candidate's that has such a name is one too many.
     """
-    # torch.profiler would import half of torch when it starts, after the files were put out of reach.
-    from torch.autograd.profiler import profile
-
-    with profile(use_device="cuda", use_cpu=False, use_kineto=True) as trace:
-        returned = run()
-    results: Any = trace.kineto_results
-    executed = [
-        (event.start_ns(), event.duration_ns(), event.name())
-        for event in results.events()
-        if "CUDA" in str(event.device_type())
-    ]
-    fills = sorted((item for item in executed if item[2].startswith("Memset")), key=lambda item: -item[1])
-    left = {item for item in set(executed) - set(fills[:flushes]) if HEAD_START_KERNEL not in item[2]}
-    return returned, by_name(left), covered_ns([(start, start + length) for start, length, _name in left])
+    ours = longest(executed, "Memset", fills) + longest(executed, MASK_KERNEL, masks)
+    ours += sorted(item for item in executed if HEAD_START_KERNEL in item[2])[:1]
+    left = list((Counter(executed) - Counter(ours)).elements())
+    return by_name(left), covered_ns([(start, start + length) for start, length, _name in left])
 
 
-def by_name(executed: set[tuple[int, int, str]]) -> tuple[KernelTime, ...]:
+def longest(executed: list[tuple[int, int, str]], word: str, count: int) -> list[tuple[int, int, str]]:
+    """The longest `count` of those that have a word in their name."""
+    return sorted((item for item in executed if word in item[2]), key=lambda item: -item[1])[:count]
+
+
+def by_name(executed: Iterable[tuple[int, int, str]]) -> tuple[KernelTime, ...]:
     """Calls and time by name, longest first, bounded."""
     total: dict[str, list[int]] = {}
     for _start, length, name in executed:

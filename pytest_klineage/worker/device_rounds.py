@@ -19,6 +19,7 @@ from pytest_klineage.records.messages import (
     Sample,
 )
 from pytest_klineage.worker.device_arena import DeviceArena
+from pytest_klineage.worker.device_calls import halves
 from pytest_klineage.worker.rounds import (
     EARLY_SAMPLES,
     Player,
@@ -30,6 +31,10 @@ from pytest_klineage.worker.rounds import (
 
 PROFILE_SLACK_S = 30.0
 """Starting the profiler for the first time takes seconds."""
+UNEVEN = 1.5
+"""How many times the median the mean of a block's calls may be before the mean counts."""
+LATE_SHARE, LATE_NS = 0.25, 5000
+"""Work after a call's own stream has finished counts as late beyond this share of the call, and beyond this long."""
 SETTLE_NOISE_NS = 1000
 """What the device may take beyond twice the usual to find that nothing is left to do."""
 
@@ -78,13 +83,20 @@ class DevicePlayer(Player):
         """Run a block on prepared memory and compare every slot."""
         arena: DeviceArena = self.arenas[block.arena]
         kind = secrets.randbelow(2)
+        # Masked, inputs say nothing before their own call; stopped, a thread of the candidate sees nothing come.
+        mask = secrets.randbits(15) | 1
+        self.freeze(True)
         for index, view in enumerate(block.views):
             prepare(arena, block.first_slot + index, view, kind, defences)
+            for tensor in arena.inputs(block.first_slot + index).values():
+                halves(tensor).bitwise_xor_(mask)
         torch.cuda.synchronize()
-        returned, done, wall_ns, early = self._exchange(arena, block, deadline_s)
+        returned, done, wall_ns, early = self._exchange(arena, block, mask, deadline_s)
         whole, calls = self._samples(block, returned, wall_ns)
         checks: list[Check] = []
         reasons = self._block_aliases(arena, done.tensors, defences)
+        if "two_clocks" in defences:
+            reasons += self._unsettled(returned)
         for index, view in enumerate(block.views):
             slot = block.first_slot + index
             reasons += self._integrity(arena, slot, view, (), defences)
@@ -100,7 +112,7 @@ class DevicePlayer(Player):
         )  # fmt: skip
 
     def _exchange(
-        self, arena: DeviceArena, block: Block, deadline_s: float
+        self, arena: DeviceArena, block: Block, mask: int, deadline_s: float
     ) -> tuple[BlockReturned, Done, int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         """Send the request, take the trusted clock, look at the last outputs at once, then wait for the rest."""
         nonce = secrets.randbits(48)
@@ -109,9 +121,10 @@ class DevicePlayer(Player):
         where = {name: torch.randint(len(flat[name]), (EARLY_SAMPLES,), device="cuda") for name in flat}
         torch.cuda.synchronize()
         request = RunBlock(
-            arena=block.arena, slots=block.slots, nonce=nonce, graph=block.graph, profile=block.profile
+            arena=block.arena, slots=block.slots, nonce=nonce, mask=mask, graph=block.graph, profile=block.profile
         )  # fmt: skip
         limit_s = deadline_s * max(1, block.calls // 10) + (PROFILE_SLACK_S if block.profile else 0.0)
+        self.freeze(False)
         started = time.perf_counter_ns()
         self._send(request)
         returned: BlockReturned = self._receive(BlockReturned, limit_s, Code.TIMEOUT_RUN, nonce)
@@ -145,9 +158,23 @@ class DevicePlayer(Player):
         gap_ns = max(0, wall_ns - returned.span_ns) // block.calls
         if block.graph or block.profile:
             gap_ns = 0  # recording a graph and starting a profiler take the host long, whoever's kernel it is
-        middle = sorted(times)[len(times) // 2]
+        middle, mean = sorted(times)[len(times) // 2], sum(times) // len(times)
+        if mean > UNEVEN * middle:
+            # One call that does the work of all others would leave the median short.
+            middle = mean
         whole = Sample(role=self.role, elapsed_ns=middle, wall_ns=middle + gap_ns)
         return whole, tuple(Sample(role=self.role, elapsed_ns=own, wall_ns=own + gap_ns) for own in times)
+
+    def _unsettled(self, returned: BlockReturned) -> list[Reason]:
+        """A reason when most calls leave work behind that their own stream does not wait for."""
+        if not returned.settled_ns:
+            return []
+        middle = len(returned.elapsed_ns) // 2
+        own, after = sorted(returned.elapsed_ns)[middle], sorted(returned.settled_ns)[middle]
+        if after <= 2 * self.settle_ns + max(LATE_SHARE * own, LATE_NS):
+            return []
+        message = f"the device went on for {after / 1e3:.1f} us after the {own / 1e3:.1f} us of the call's own stream"
+        return [Reason(code=Code.LATE_WORK, message=message, evidence={"own_ns": own, "after_ns": after})]
 
     def _block_aliases(
         self, arena: DeviceArena, tensors: tuple[ReturnedTensor, ...], defences: frozenset[str]

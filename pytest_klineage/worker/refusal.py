@@ -1,8 +1,8 @@
 """Making the framework's computing operations raise, process-wide, so that a wrapper around the framework shows.
 
-Every operator gets CPU implementations that raise, except allocation, views, copies and type glue. The override sits in
-the dispatcher, so it also holds in other threads and for calls from C++. It does not hold for whoever calls a function
-of the framework's library directly.
+Every operator gets CPU and CUDA implementations that raise, except allocation, views, copies and type glue. The
+override sits in the dispatcher, so it also holds in other threads and for calls from C++. It does not hold for whoever
+calls a function of the framework's library directly.
 """
 
 from __future__ import annotations
@@ -102,11 +102,17 @@ GLUE = frozenset(
         "resolve_neg",
         "equal",
         "copy",
+        # By which inputs are unmasked on a GPU.
+        "bitwise_xor",
+        "bitwise_xor_",
     ]
 )
 """Operators that move or make tensors and compute nothing."""
-KEYS = ("CPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU")
-"""Where the dispatcher keeps implementations for a CPU: by the layout of the tensors."""
+KEYS = (
+    "CPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU",
+    "CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA",
+)  # fmt: skip
+"""Where the dispatcher keeps implementations for CPUs and GPUs: by the layout of the tensors."""
 DIRECT = frozenset(["_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback"])
 """Operators that are declared as composed of others and yet compute themselves."""
 
@@ -116,7 +122,7 @@ class FrameworkRefused(RuntimeError):
 
 
 def refuse_compute() -> None:
-    """Replace the CPU implementations of every computing operator in this process. There is no way back."""
+    """Replace the CPU and CUDA implementations of every computing operator in this process. There is no way back."""
     import torch
 
     libraries: dict[str, Any] = {}
@@ -133,7 +139,9 @@ def refuse_compute() -> None:
                 if namespace not in libraries:
                     make: Any = torch.library.Library  # torch has no types here
                     libraries[namespace] = make(namespace, "IMPL")
-                libraries[namespace].impl(rest, refuser(name), key)
+                # One that somebody else has replaced from Python already calls operators that are refused.
+                with contextlib.suppress(RuntimeError):
+                    libraries[namespace].impl(rest, refuser(name), key)
     trap_blas()
     # The registrations end with the library objects; they must live as long as the process.
     setattr(torch, "_klineage_refusal", libraries)  # noqa: B010  # mypy knows no such attribute

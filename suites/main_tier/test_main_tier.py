@@ -26,11 +26,16 @@ CPU_REFERENCE = "torch"
 GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
 """Whom a kernel is compared with, by operator. The compile stage compares nothing and asks for none of them."""
 
-AT_LEAST = {"cpu": {"conv2d": 0.8, "fmha": 1.0, "gdn": 3.0, "gemm": 0.8, "topk": 3.0}}
-"""Speedup that an expert must reach, by platform and operator; 1.0 where none is given.
+AT_LEAST = {
+    "cpu": {"conv2d": 0.8, "fmha": 1.0, "gdn": 3.0, "gemm": 0.8, "topk": 3.0},
+    "sm90": {"conv2d": 2.5, "conv2d-nhwc": 1.5, "fmha": 1.0, "gdn": 1.3, "gemm": 1.0, "topk": 1.8},
+}
+"""Speedup that an expert must reach, by platform and workload; 1.0 where none is given.
 
 GEMM and convolution on a CPU are what vendors tune most: coming near their library is the aim there.
 """
+GPU_LAYOUTS = {"conv2d": ("nchw", "nhwc")}
+"""On a GPU a convolution is judged as callers of PyTorch have it by default, and in channels_last."""
 BASELINE_AT_LEAST = 1e-4
 """Other methods are measured, not held to a speed: a naive kernel is the starting point."""
 MAX_SPILLS = 0
@@ -49,6 +54,13 @@ class Kernel(NamedTuple):
     expert: Expert | None
     """Its folder; None when there is none for the platform."""
     stage: bool = False
+    layout: str = ""
+    """Of the operator's default layout when empty."""
+
+    @property
+    def workload(self) -> str:
+        """The operator, with its layout where it is not the default."""
+        return f"{self.operator}-{self.layout}" if self.layout else self.operator
 
     @property
     def platforms(self) -> tuple[str, ...]:
@@ -85,7 +97,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         kernels = {f"{k.operator}-{k.expert.surface}-{k.name}": k for k in kernels_to_build(session) if k.expert}
     else:
         pairs = [(operator, method) for operator in OPERATORS for method in session.methods]
-        kernels = {f"{operator}-{method}": kernel_to_judge(session, operator, method) for operator, method in pairs}
+        judged = [kernel for pair in pairs for kernel in in_layouts(session, kernel_to_judge(session, *pair))]
+        kernels = {f"{kernel.workload}-{kernel.name}": kernel for kernel in judged}
     metafunc.parametrize("kernel", kernels.values(), ids=list(kernels))
 
 
@@ -96,6 +109,12 @@ def kernel_to_judge(session: KlineageSession, operator: str, method: str) -> Ker
         if expert.operator == operator and method in expert.variants and session.platform in kernel.platforms:
             return kernel
     return Kernel(operator, method, None)
+
+
+def in_layouts(session: KlineageSession, kernel: Kernel) -> list[Kernel]:
+    """The kernel in every layout that the platform's tier has."""
+    layouts = ("nchw",) if session.platform == "cpu" else GPU_LAYOUTS.get(kernel.operator, ("nchw",))
+    return [kernel if layout == "nchw" else kernel._replace(layout=layout) for layout in layouts]
 
 
 def kernels_to_build(session: KlineageSession) -> list[Kernel]:
@@ -126,9 +145,11 @@ def case(klineage_session: KlineageSession, kernel: Kernel) -> KernelCase:
         chosen = paper_case(operator, "cpu", CPU_REFERENCE)
     else:
         chosen = paper_case(operator, "gpu", GPU_REFERENCES[operator])
+    if kernel.layout:
+        chosen = msgspec.structs.replace(chosen, options={"layout": kernel.layout})
     if kernel.name != "expert":
         return msgspec.structs.replace(chosen, at_least=BASELINE_AT_LEAST)
-    required = AT_LEAST.get(platform, {}).get(operator, 1.0)
+    required = AT_LEAST.get(platform, {}).get(kernel.workload, 1.0)
     return msgspec.structs.replace(
         chosen, at_least=required, requires=kernel.instructions(), max_spills=None if platform == "cpu" else MAX_SPILLS
     )

@@ -41,10 +41,11 @@ def test_an_unknown_platform_names_the_known(pytestconfig: pytest.Config) -> Non
     assert "Valid: auto, cpu, sm120, sm90." in done.stderr
 
 
-def test_a_platform_that_is_not_judged_yet_stops_at_once(pytestconfig: pytest.Config) -> None:
+def test_a_gpu_that_is_not_there_stops_at_once(pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = main_tier(pytestconfig, "--platform", "sm120")
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "ERROR: platform sm120: this version judges on cpu only; valid: auto, cpu" in done.stderr
+    assert "ERROR: platform sm120 needs a GPU of compute capability 12.0" in done.stderr
 
 
 def test_the_compile_stage_takes_all_kernels_and_stages_of_a_platform(pytestconfig: pytest.Config) -> None:

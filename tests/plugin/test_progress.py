@@ -38,7 +38,9 @@ def test_plain():
 def slow_gate(fake_gate: Path, pytester: pytest.Pytester) -> Path:
     """A pretended gate that takes a second and says so."""
     text = (fake_gate / "conftest.py").read_text()
-    slow = text.replace("    def judge(self, case, source, *, reference_source=None, platforms=()):\n", JUDGE, 1).replace(
+    head = JUDGE.partition("\n")[0]
+    assert head in text
+    slow = text.replace(f"{head}\n", JUDGE, 1).replace(
         "self.platform = platform\n", "self.platform = platform\n        self.progress = progress\n", 1
     )
     (fake_gate / "conftest.py").write_text("import time\n" + slow)

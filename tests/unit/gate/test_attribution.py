@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.gate.attribution import Owner, foreign_reason, hidden_reason, owner_of, short
+from pytest_klineage.gate.attribution import Owner, foreign_reason, hidden_reason, owner_of, short, watched_reason
 from pytest_klineage.records import Code, KernelTime
 from pytest_klineage.records.messages import Profiled
 
@@ -41,14 +41,15 @@ def test_owner_by_name(names: tuple[str, ...], owner: Owner) -> None:
 
 
 def test_a_name_that_the_build_has_produced_is_its_own() -> None:
-    name = "void (anonymous namespace)::flash_fwd<64, cutlass::half_t>(Params)"
+    name = "void cutlass::device_kernel<my::Gemm>(my::Gemm::Params)"
     assert owner_of(name) is Owner.VENDOR
-    assert owner_of(name, own_symbols=("flash_fwd",)) is Owner.OWN
+    assert owner_of(name, own_symbols=("device_kernel",)) is Owner.OWN
 
 
 def test_a_part_of_a_name_is_not_the_name() -> None:
-    """A kernel that is called "e", or "nvjet", makes no vendor's kernel its own."""
-    assert all(owner_of(name, own_symbols=("e", "nvjet", "gemm", "kernel")) is Owner.VENDOR for name in VENDOR_NAMES)
+    """A kernel that is called "e", or as a vendor's is in full, makes no vendor's kernel its own."""
+    borrowed = ("e", "nvjet", "gemm", "kernel", VENDOR_NAMES[0])
+    assert all(owner_of(name, own_symbols=borrowed) is Owner.VENDOR for name in VENDOR_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,20 @@ def test_no_work_at_all_is_no_kernel() -> None:
     reason = hidden_reason(profiled(busy_ns=0))
     assert reason is not None
     assert reason.code is Code.NO_DEVICE_WORK
+
+
+def test_copies_alone_are_no_kernel() -> None:
+    reason = hidden_reason(profiled(("Memcpy HtoD", 500), ("Memset (Device)", 10)))
+    assert reason is not None
+    assert reason.code is Code.NO_DEVICE_WORK
+
+
+def test_a_kernel_that_is_slower_when_watched_was_not_timed() -> None:
+    assert watched_reason(profiled(("own", 1), claimed_ns=20 * 29_000), timed_ms=0.010) is None
+    reason = watched_reason(profiled(("own", 1), claimed_ns=20 * 31_000), timed_ms=0.010)
+    assert reason is not None
+    assert reason.code is Code.CLOCK
+    assert watched_reason(profiled(("own", 1), claimed_ns=20 * 1_900_000), timed_ms=1.0) is None
 
 
 @given(st.text(max_size=300))

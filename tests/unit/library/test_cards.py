@@ -14,14 +14,16 @@ from pytest_klineage.library.cards import (
     check_name,
     find_card,
     find_cards,
+    origin_of,
     read_card,
     with_trials,
     write_card,
 )
 from pytest_klineage.library.rendering import skill_markdown
-from pytest_klineage.records import CardStatus, Code, SkillCard, Trial, TrialOutcome
+from pytest_klineage.records import CardStatus, Code, KernelSource, Lineage, SkillCard, Trial, TrialOutcome
 
 MakeCard = Callable[..., SkillCard]
+MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
 
 
 def test_what_is_written_is_read(tmp_path: Path, make_card: MakeCard) -> None:
@@ -49,11 +51,26 @@ def test_cards_are_found_by_name(tmp_path: Path, make_card: MakeCard) -> None:
     assert [folder.name for folder in card_folders(tmp_path)] == ["a-1", "b", "c", "half"]
     assert find_card(tmp_path, "b").name == "b"
     with pytest.raises(UnknownName, match="Valid: a-1, b, c, half"):
-        find_card(tmp_path, "half")
+        find_card(tmp_path, "d")
     with pytest.raises(UsageError, match=r"half/card\.json cannot be read"):
         find_cards(tmp_path)
     (tmp_path / "half" / "SKILL.md").unlink()
     assert [card.name for card in find_cards(tmp_path)] == ["a-1", "b", "c"]
+
+
+def test_a_name_that_leads_elsewhere_is_unknown(tmp_path: Path, make_card: MakeCard) -> None:
+    write_card(tmp_path, make_card(name="outside"))
+    (tmp_path / "skills").mkdir()
+    with pytest.raises(UnknownName, match="outside"):
+        find_card(tmp_path / "skills", "../outside")
+
+
+def test_a_transition_is_cited_with_its_place(make_lineage: MakeLineage, make_card: MakeCard) -> None:
+    sealed = make_lineage()[0].sealed()
+    evidence, context = origin_of(sealed, 1)
+    card = make_card()
+    assert (evidence, context) == (card.evidence[0], card.origins[0])
+    assert origin_of(sealed, 0)[1].prior == ()
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a--b", "A", "a_b", "../a", "a/b", "a b", "x" * 65])

@@ -59,7 +59,7 @@ def test_the_list_has_one_line_for_every_card(run: Run) -> None:
 
 def test_the_list_may_be_of_one_status(run: Run) -> None:
     status, output = run("list", "--status", "retired")
-    assert (status, output.splitlines()[-1]) == (0, "1 cards, 0 admitted")
+    assert (status, output.splitlines()[-1]) == (0, "1 card, 0 admitted")
     assert "draft" not in output
 
 
@@ -112,14 +112,14 @@ def test_lint_of_good_cards_is_quiet(run: Run) -> None:
 def test_lint_fails_for_errors_and_for_warnings_when_they_count(run: Run, house: Path, make_card: MakeCard) -> None:
     write_card(house / "skills", make_card(name="risky", risks=()))
     status, output = run("lint", "risky")
-    assert (status, output.splitlines()[-1]) == (0, "1 cards: 0 errors, 1 warnings")
+    assert (status, output.splitlines()[-1]) == (0, "1 card: 0 errors, 1 warning")
     assert output.startswith("risky: warning: risk.missing: no risk is known")
     assert run("lint", "risky", "--strict")[0] == 1
     (house / "skills" / "draft" / "SKILL.md").unlink()
     status, output = run("lint")
     assert status == 1
     assert "draft: error: skill.missing" in output
-    assert output.splitlines()[-1] == "4 cards: 1 errors, 1 warnings"
+    assert output.splitlines()[-1] == "4 cards: 1 error, 1 warning"
 
 
 def test_lint_looks_for_evidence_where_it_is_told(run: Run, house: Path) -> None:

@@ -204,6 +204,11 @@ def test_a_card_of_the_targets_own_operator_and_shape_is_labelled(simple: MakeCa
     assert reason(clean, "own") == "lifted from this very operator and shape"
 
 
+def test_a_card_that_does_not_say_where_it_is_from_is_labelled_too(simple: MakeCard) -> None:
+    trial = Trial(context=context(), outcome=TrialOutcome.SUCCESS, held_out=True)
+    assert retrieve([simple("a", origins=(), log=(trial,))], target()).contaminated
+
+
 def test_what_is_left_out_takes_nobodys_place(simple: MakeCard) -> None:
     cards = [simple("a", status=CardStatus.RETIRED), simple("b", category=Category.SIMD), simple("c")]
     assert names(retrieve(cards, target(), k=1)) == ["c"]

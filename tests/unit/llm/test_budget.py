@@ -6,7 +6,7 @@ import math
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -98,6 +98,7 @@ class Spending(RuleBasedStateMachine):
 
 
 TestSpending = Spending.TestCase
+TestSpending.settings = settings(deadline=None, max_examples=60)
 
 
 def test_a_call_that_does_not_fit_is_named_with_the_next_step() -> None:
@@ -147,6 +148,7 @@ def test_a_call_is_reserved_once_and_charged_once() -> None:
     assert budget.spent_usd == 0.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(COSTS, st.floats(0, 1)), max_size=20), st.integers(0, 60))
 def test_a_restored_budget_knows_at_least_what_was_billed(calls: list[tuple[float, float]], cut: int) -> None:
     events: list[Event] = []

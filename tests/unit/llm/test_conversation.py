@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
@@ -38,6 +38,7 @@ def test_turns_alternate() -> None:
         Conversation(prefix=Prefix(), turns=(Turn(Role.ASSISTANT, "I begin"),))
 
 
+@settings(deadline=None)
 @given(TALKS, TALKS)
 def test_equal_digests_mean_equal_conversations(one: Conversation, other: Conversation) -> None:
     assert (one.digest == other.digest) == (one == other)
@@ -82,6 +83,7 @@ def test_an_empty_reply_leaves_no_trace() -> None:
     assert continued((), "question", "answer") == (Turn(Role.USER, "question"), Turn(Role.ASSISTANT, "answer"))
 
 
+@settings(deadline=None)
 @given(TALKS)
 def test_an_estimate_never_exceeds_the_bound(conversation: Conversation) -> None:
     assert 0 < estimated_input_tokens(conversation) <= bound_tokens(conversation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.llm.backend import Reply
@@ -25,6 +25,7 @@ from pytest_klineage.records import Replacement, StopReason
 LINES = st.lists(st.text(st.characters(blacklist_characters="\n\r", blacklist_categories=["Cs"]), max_size=12))
 PLAIN = LINES.map(lambda lines: "".join(f" {line}\n" for line in lines))
 """Texts in which no line is a fence or a mark, because each begins with a blank."""
+FILES = st.sampled_from(["", "a.cpp"])
 LETTERS = st.text("ab\n", max_size=30)
 
 
@@ -62,6 +63,7 @@ class TestUsableText:
 
 
 class TestBlocks:
+    @settings(deadline=None)
     @given(PLAIN, PLAIN, PLAIN)
     def test_the_block_is_found_as_it_is(self, before: str, text: str, after: str) -> None:
         assert one_block(f"{before}```cpp\n{text}```\n{after}") == Block("cpp", text)
@@ -114,6 +116,7 @@ class TestObjects:
 
 
 class TestEditBlocks:
+    @settings(deadline=None)
     @given(
         st.lists(st.builds(Replacement, search=PLAIN, replace=PLAIN, file=st.sampled_from(["", "a.cpp"])), min_size=1)
     )
@@ -138,6 +141,7 @@ class TestEditBlocks:
 
 
 class TestApplying:
+    @settings(deadline=None)
     @given(LETTERS, LETTERS, LETTERS, st.text("cd\n", min_size=1, max_size=5).filter(lambda text: text.strip()))
     def test_an_edit_and_its_inverse(self, before: str, after: str, replace: str, search: str) -> None:
         text = before + search + after
@@ -147,6 +151,7 @@ class TestApplying:
             assert apply_edits(changed, [edit_of(search=replace + "X", replace=search)]) == text
 
     @example("aaa", "aa")
+    @settings(deadline=None)
     @given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=3))
     def test_an_edit_applies_exactly_when_its_piece_occurs_once(self, text: str, search: str) -> None:
         places = sum(text.startswith(search, start) for start in range(len(text)))

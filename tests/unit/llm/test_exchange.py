@@ -55,7 +55,7 @@ def make(folder: Path, prices: Prices) -> MAKE:
     """Makes a backend that is quick enough for a test."""
 
     def make_backend(**options: Any) -> ExchangeBackend:
-        given = {"model": "toy", "deadline_s": 20.0, "poll_s": 0.01, "settle_s": 0.05, **options}
+        given = {"model": "toy", "deadline_s": 60.0, "poll_s": 0.01, "settle_s": 0.05, **options}
         return ExchangeBackend(folder, prices, **given)
 
     return make_backend
@@ -79,7 +79,7 @@ def answering(folder: Path, replies: dict[str, bytes]) -> threading.Thread:
 
 
 def wait_for(path: Path) -> None:
-    for _ in range(2000):
+    for _ in range(6000):
         if path.exists():
             return
         time.sleep(0.01)
@@ -129,7 +129,7 @@ def test_a_reply_is_taken_only_when_it_has_settled(folder: Path, make: MAKE) -> 
 
     thread = threading.Thread(target=write_slowly)
     thread.start()
-    assert ask(make(settle_s=0.5)).text == "x" * 10
+    assert ask(make(settle_s=1.5)).text == "x" * 10
     thread.join()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
@@ -93,6 +93,7 @@ def test_a_file_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         Prices.load(tmp_path / "absent.toml")
 
 
+@settings(deadline=None)
 @given(PRICES, TOKENS, TOKENS, TOKENS, TOKENS)
 def test_the_worst_case_is_one(price: Price, fresh: int, read: int, written: int, output: int) -> None:
     total = fresh + read + written

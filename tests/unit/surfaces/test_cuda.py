@@ -194,6 +194,13 @@ class TestBuild:
         assert caught.value.code is Code.COMPILE
         assert caught.value.log == "kernel.cu(1): error: no\n"
 
+    @pytest.mark.parametrize("script", ["kill -9 $$", "exit 137"])
+    def test_a_compiler_that_was_killed_is_told_as_that(self, nvcc: Nvcc, tmp_path: Path, script: str) -> None:
+        nvcc(script)
+        with pytest.raises(SurfaceFailure, match="for want of memory") as caught:
+            build(source(), tmp_path / "cache")
+        assert caught.value.code is Code.COMPILE
+
     def test_it_ends_in_time(self, nvcc: Nvcc, tmp_path: Path) -> None:
         nvcc("sleep 60")
         with pytest.raises(SurfaceFailure, match=r"0\.3 s") as caught:

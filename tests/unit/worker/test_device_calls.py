@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.worker.device_calls import MAX_KERNELS, MAX_NAME, by_name, covered_ns
+from pytest_klineage.worker.device_calls import MAX_KERNELS, MAX_NAME, by_name, covered_ns, halves, summary
 
 SPANS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)).map(lambda s: (s[0], s[0] + s[1])), max_size=20)
 
@@ -13,6 +15,29 @@ SPANS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)).map(lambda
 def test_kernels_of_one_name_are_added_up_and_sorted() -> None:
     kernels = by_name({(0, 5, "a"), (10, 7, "a"), (20, 30, "b")})
     assert [(kernel.name, kernel.calls, kernel.total_ns) for kernel in kernels] == [("b", 1, 30), ("a", 2, 12)]
+
+
+def test_what_is_ours_is_left_out_and_no_more() -> None:
+    """A kernel of the candidate's that borrows the name of one of ours is one too many, and stays."""
+    executed = [
+        (0, 900, "spin_kernel(long)"), (1000, 300, "spin_kernel(long)"), (2000, 60, "Memset (Device)"),
+        (2100, 2, "Memset (Device)"), (2200, 3, "BitwiseXorFunctor"), (2300, 1, "BitwiseXorFunctor"), (2400, 10, "own"),
+    ]  # fmt: skip
+    kernels, busy_ns = summary(executed, fills=1, masks=1)
+    assert {(kernel.name, kernel.total_ns) for kernel in kernels} == {
+        ("spin_kernel(long)", 300), ("Memset (Device)", 2), ("BitwiseXorFunctor", 1), ("own", 10),
+    }  # fmt: skip
+    assert busy_ns == 313
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64])
+def test_a_mask_is_undone_by_itself(dtype: torch.dtype) -> None:
+    tensor = torch.arange(12).view(3, 4).to(dtype).t()
+    before = tensor.clone()
+    halves(tensor).bitwise_xor_(12345)
+    assert not torch.equal(tensor, before)
+    halves(tensor).bitwise_xor_(12345)
+    assert torch.equal(tensor, before)
 
 
 def test_what_is_kept_is_bounded() -> None:
