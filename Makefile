@@ -13,10 +13,13 @@ METHODS ?= expert
 PLATFORMS ?= sm90 sm120
 ARGS ?=
 WORKERS ?= 2
+# Where there is a GPU, what judging on it needs as well.
+EXTRAS ?= cpu,cuda-build,triton,llm,xdist,benchmark$(if $(shell command -v nvidia-smi),$(comma)cuda)
+comma := ,
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.stamp-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.stamp-$(shell (cat pyproject.toml constraints.txt; echo $(EXTRAS)) | cksum | cut -d' ' -f1)
 
 .PHONY: help venv test lint main-tier build-kernels gate-quality clean check-python check-compiler
 .DEFAULT_GOAL := help
@@ -38,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 	@echo "make: setting up $(VENV) (once; downloads PyTorch)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cpu,cuda-build,xdist,benchmark]" --group dev
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]" --group dev
 	@rm -f $(VENV)/.stamp-*
 	@touch $@
 

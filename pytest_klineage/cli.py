@@ -29,7 +29,7 @@ exit codes:
      for cards lint, cards diff and lineage verify: something is wrong, or differs
   2  the command line, or what it names, is not valid
 """
-RECORDS = ("record", "run", "verdict", "case", "source", "machine", "lineage", "card")
+RECORDS = ("record", "run", "verdict", "case", "source", "machine", "lineage", "card", "trajectory", "usage")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,11 +120,21 @@ def run_schema(arguments: argparse.Namespace) -> int:
     """`schema`."""
     import msgspec
 
-    from pytest_klineage.records import KernelCase, KernelSource, Lineage, Machine, SkillCard, Verdict, json_schema
+    from pytest_klineage.records import (
+        KernelCase,
+        KernelSource,
+        Lineage,
+        Machine,
+        SkillCard,
+        TrajectoryLine,
+        Usage,
+        Verdict,
+        json_schema,
+    )
     from pytest_klineage.results import Record, RunInfo
 
     types: tuple[type[msgspec.Struct], ...] = (
-        Record, RunInfo, Verdict, KernelCase, KernelSource, Machine, Lineage, SkillCard,
+        Record, RunInfo, Verdict, KernelCase, KernelSource, Machine, Lineage, SkillCard, TrajectoryLine, Usage,
     )  # fmt: skip
     kinds = dict(zip(RECORDS, types, strict=True))
     if arguments.name not in kinds:

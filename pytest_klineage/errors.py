@@ -43,9 +43,17 @@ class BadRecord(UsageError):
 class MissingDependency(KlineageError):
     """Something optional is not installed. `remedy` is the command that would fix it."""
 
+    _LINK = " is missing. Install it with: "
+
     def __init__(self, what: str, remedy: str) -> None:
         self.what, self.remedy = what, remedy
-        super().__init__(f"{what} is missing. Install it with: {remedy}")
+        super().__init__(f"{what}{self._LINK}{remedy}")
+
+    @classmethod
+    def parsed(cls, message: str) -> MissingDependency:
+        """The same error from its message, which is what another process sends of it."""
+        what, _, remedy = message.partition(cls._LINK)
+        return cls(what, remedy)
 
 
 class DeviceOutOfMemory(KlineageError):

@@ -19,6 +19,7 @@ from pytest_klineage.gate.devices import usable_cores
 from pytest_klineage.gate.locks import machine_lock
 from pytest_klineage.gate.places import place_for
 from pytest_klineage.gate.rejection import Rejected
+from pytest_klineage.gate.sanitizer import sanitize
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.gate.supervise import Processes, Worker
 from pytest_klineage.gate.timed_stage import CALL_SLACK_S, TimedStage
@@ -61,7 +62,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Where a judgement stands."""
 
     stage: str
-    """build, start, oracle, check or time."""
+    """build, start, oracle, check, sanitize or time."""
     message: str
     done: int = 0
     total: int = 0
@@ -128,6 +129,7 @@ class Judgement:
         self.opened: Opened | None = None
         self.timed_s = 0.0
         self.kernels: dict[str, tuple[KernelTime, ...]] = {}
+        self.sanitizer: dict[str, str] = {}
 
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
@@ -140,6 +142,7 @@ class Judgement:
                 opened = self._open()
                 self._start_reference()
                 self._check_candidate(built, opened)
+                self._sanitize(built)
             timed = TimedStage(self)
             reason = timed.run(opened)
             timed.attribute()
@@ -315,6 +318,20 @@ class Judgement:
         self.end_a_flood()
         return answer
 
+    def _sanitize(self, built: Built) -> None:
+        """Have the tools of compute-sanitizer that were asked for watch the kernel."""
+        tools = self.settings.sanitize
+        if not tools:
+            return
+        found = sanitize(
+            self._job(self.source, built), tools, environment=self.bench.place.environment,
+            report=lambda tool, number: self.bench.report("sanitize", tool, number, len(tools)),
+        )  # fmt: skip
+        self.sanitizer = found.by_tool
+        self.notes += found.notes
+        if found.reasons:
+            raise Rejected(*found.reasons)
+
     def renew(self) -> None:
         """Start both sides again, in new processes, with the jobs they had."""
         for role in ("reference", "candidate"):
@@ -384,6 +401,7 @@ class Judgement:
             reference=self.reference_facts,
             kernels=self.kernels.get("candidate", ()),
             reference_kernels=self.kernels.get("reference", ()),
+            sanitizer=self.sanitizer,
             containment=self.containment,
             notes=tuple(self.notes),
             log=self.log,

@@ -190,7 +190,7 @@ class NoPlace(Place):
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         """This machine's CPU under the name of the platform that it builds for."""
-        return msgspec.structs.replace(describe_cpu(software, {}), platform=self.platform, device="(built only)")
+        return msgspec.structs.replace(describe_cpu(software, {}), platform=self.platform, device="built only")
 
     def preload(self, *, needs_torch: bool) -> str:
         return "none"

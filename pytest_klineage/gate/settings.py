@@ -18,6 +18,8 @@ DEFENCES = frozenset({
 
 STAGES = ("all", "compile")
 """How far a judgement goes: to the verdict, or until the kernel is built, which needs no device."""
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+"""Tools of compute-sanitizer that a judgement on a GPU may run over a kernel."""
 DAY_S = 86400.0
 
 
@@ -49,7 +51,7 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     busy_limit: float = 0.25
     """Share of the machine's CPU time that others may use during timing before the verdict is inconclusive."""
     flush_bytes: int = 0
-    """Bytes to write between two calls, so that each starts from memory; 0 means twice the last-level cache."""
+    """Bytes to write between two calls, so that each starts from memory; 0 means twice the last-level cache, on a GPU 256 MiB."""
     seeds: int = 3
     """Random inputs of the default regime that every kernel must get right."""
     threads: int = 0
@@ -60,6 +62,8 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_timeout_s: float = 30.0
     seed: str | None = None
     """Fixes the inputs of the checks; None draws them from the system's randomness."""
+    sanitize: tuple[str, ...] = ()
+    """Those of SANITIZERS that are run over a kernel which passed its checks, before it is timed."""
     defences: frozenset[str] = DEFENCES
 
     def __post_init__(self) -> None:
@@ -68,6 +72,9 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
         for policy in (self.policy, *self.also_policies):
             if policy not in POLICIES:
                 raise UnknownName("timing policy", policy, POLICIES)
+        for tool in self.sanitize:
+            if tool not in SANITIZERS:
+                raise UnknownName("sanitizer", tool, SANITIZERS)
         for defence in self.defences - DEFENCES:
             raise UnknownName("defence", defence, DEFENCES)
         for name, low, high in (

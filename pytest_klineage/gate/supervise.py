@@ -227,6 +227,8 @@ class Processes:
         if isinstance(answer, OracleFault):
             if answer.kind in ("UsageError", "UnknownName"):
                 raise UsageError(answer.message)
+            if answer.kind == "MissingDependency":
+                raise MissingDependency.parsed(answer.message)
             if answer.kind == "OutOfMemoryError":
                 raise DeviceOutOfMemory(f"the case does not fit into the GPU's memory: {answer.message}")
             raise HarnessError(f"the oracle cannot do that: {answer.kind}: {answer.message}")

@@ -40,7 +40,6 @@ class Library(NamedTuple):
 LIBRARIES = (
     Library("pynvml", ("nvidia-ml-py",), "clocks, power and processes of GPUs"),
     Library("cuda.bindings", ("cuda-bindings",), "memory that processes share on a GPU"),
-    Library("cupti", ("cupti-python",), "which kernels ran, and for how long"),
     Library("triton", ("triton",), "Triton kernels"),
     Library("tilelang", ("tilelang",), "TileLang kernels"),
     Library("flashinfer", ("flashinfer-python",), "the reference flashinfer"),

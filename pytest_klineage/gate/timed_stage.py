@@ -36,6 +36,7 @@ class TimedStage:
         self.watch: Watch | None = None
 
     def run(self, opened: Opened) -> Reason:
+        """All timing policies in turn. Returns the reason that the first of them gives."""
         decisive: Reason | None = None
         for name in (self.judgement.settings.policy, *self.judgement.settings.also_policies):
             place = self.judgement.bench.place
@@ -83,6 +84,7 @@ class TimedStage:
         last = time.monotonic()
 
         def renew() -> bool:
+            """Renew both sides when it is time, and say whether that was done."""
             nonlocal last
             if time.monotonic() - last < min(every_s, MOST_BETWEEN_RENEWALS_S):
                 return False

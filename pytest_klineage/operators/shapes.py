@@ -1,4 +1,4 @@
-"""The paper's five operators at the sizes of its GPU tier, and of the CPU tier that runs anywhere."""
+"""The paper's five operators at the sizes of its GPU tier, of the CPU tier that runs anywhere, and at small ones."""
 
 from __future__ import annotations
 
@@ -30,3 +30,28 @@ PAPER_SHAPES: dict[str, dict[str, Sized]] = {
     },
 }
 """By operator and tier."""
+
+SMALL_SHAPES: dict[str, dict[str, Sized]] = {
+    "gemm": {
+        "gpu": ((512, 512, 512), "bf16", {}),
+        "cpu": ((64, 64, 64), "fp32", {}),
+    },
+    "conv2d": {
+        "gpu": ((1, 64, 16, 16, 128, 3, 1, 1), "fp16", {}),
+        "cpu": ((1, 8, 12, 12, 16, 3, 1, 1), "fp32", {}),
+    },
+    "fmha": {
+        "gpu": ((1, 2, 256, 128), "fp16", {}),
+        "cpu": ((1, 2, 64, 32), "fp32", {}),
+    },
+    "topk": {
+        "gpu": ((4, 4096, 512), "fp32", {}),
+        "cpu": ((4, 256, 32), "fp32", {}),
+    },
+    "gdn": {
+        "gpu": ((1, 3, 128, 64, 192), "bf16", {}),
+        "cpu": ((1, 3, 32, 16, 96), "fp32", {}),
+    },
+}
+"""By operator and tier: small enough for tools that make a kernel a hundred times slower. What is fixed in the paper's
+case for all sizes (channels, filters, the head dimension, k) is the same here, and tiles of 128 and 256 fit."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pytest
 
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
@@ -69,6 +68,8 @@ def case_of(item: pytest.Item) -> KernelCase | None:
 
 def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
     """The case that a marker's arguments describe. Raises UsageError, which names what is valid."""
+    import msgspec
+
     from pytest_klineage.operators import OPERATORS, make_case
     from pytest_klineage.references import REFERENCES
 

@@ -17,6 +17,7 @@ Parser: TypeAlias = Callable[[str], Any]
 
 MODES = ("gate", "record")
 STAGES = ("all", "compile")
+SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRESS = ("auto", "on", "off")
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
@@ -77,6 +78,14 @@ def word(text: str) -> str:
     return text
 
 
+def sanitizers(text: str) -> str:
+    """A parser that takes tools of compute-sanitizer between commas, or the word all."""
+    for name in text.split(","):
+        if name not in (*SANITIZERS, "all"):
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of: {', '.join(SANITIZERS)}, all")
+    return text
+
+
 def switch(text: str) -> bool:
     """A parser for the ini twin of an option without a value."""
     if text.lower() not in SWITCH:
@@ -101,8 +110,14 @@ OPTIONS = (
     Option(
         "fail-skipped", "", switch, "A kernel that cannot be judged here, as without a compiler, fails its test"
     ),
-    Option("policy", "NAME", word, "Timing policy that decides: paired, paper or do_bench (default: paired)"),
+    Option("policy", "NAME", word, "Timing policy that decides: paired, paper, do_bench or, on a GPU, cudagraph (default: paired)"),
     Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
+    Option(
+        "sanitize", "TOOL", sanitizers,
+        "Run compute-sanitizer's memcheck, racecheck, initcheck or synccheck (or all) over every CUDA kernel before it"
+        " is timed; repeatable",
+        repeatable=True,
+    ),
     Option("margin", "X", number(float, 0, below=1), "How much slower than required still passes (default: 0.05)"),
     Option(
         "precision", "X", number(float, 0, above=True, below=1),
@@ -114,7 +129,8 @@ OPTIONS = (
     Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
     Option(
         "busy-limit", "X", number(float, 0),
-        "Share of the machine that others may use during timing; above it a verdict is inconclusive (default: 0.25)",
+        "Share of the machine that others may use during timing; above it a verdict is inconclusive (default: 0.25); "
+        "on a GPU 1 allows other processes on it",
     ),
     Option(
         "seed", "TEXT", word,
@@ -145,6 +161,7 @@ GATE_KEYS = {
     "artifacts": "artifacts",
     "policy": "policy",
     "also-policy": "also_policies",
+    "sanitize": "sanitize",
     "margin": "margin",
     "precision": "precision",
     "confidence": "confidence",
@@ -215,6 +232,9 @@ def read_settings(config: pytest.Config) -> Settings:
     gate = {GATE_KEYS[name]: values[name] for name in given if name in GATE_KEYS}
     if "also_policies" in gate:
         gate["also_policies"] = tuple(gate["also_policies"])
+    if "sanitize" in gate:
+        asked = {name for text in gate["sanitize"] for name in text.split(",")}
+        gate["sanitize"] = tuple(name for name in SANITIZERS if name in asked or "all" in asked)
     for name in ("cache-dir", "artifacts"):
         if values[name] is not None:
             gate[GATE_KEYS[name]] = _path(config, name, values[name])

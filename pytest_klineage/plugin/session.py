@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_klineage.errors import KlineageError, UsageError
+from pytest_klineage.errors import KlineageError
 from pytest_klineage.plugin.options import Settings, read_settings
 
 if TYPE_CHECKING:

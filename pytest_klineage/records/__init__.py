@@ -19,6 +19,7 @@ from pytest_klineage.records.card import (
 )
 from pytest_klineage.records.case import DTYPES, INSTRUCTIONS, KernelCase, LibraryPolicy, Option
 from pytest_klineage.records.codec import from_json, from_plain, json_schema, to_json, to_plain
+from pytest_klineage.records.device import Gpu, GpuProcess, GpuReadings, GpuState, Neighbours, Span
 from pytest_klineage.records.lineage import (
     Category,
     Edit,
@@ -33,7 +34,6 @@ from pytest_klineage.records.lineage import (
     Transition,
     content_digest,
 )
-from pytest_klineage.records.device import Gpu, GpuProcess, GpuReadings, GpuState, Neighbours, Span
 from pytest_klineage.records.platform import PLATFORMS, Machine, platform_name
 from pytest_klineage.records.signature import Arena, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.records.source import KernelSource, SourceFile, Surface
@@ -71,13 +71,6 @@ from pytest_klineage.records.verdict import (
 )
 
 __all__ = [
-    "KernelTime",
-    "Span",
-    "Neighbours",
-    "GpuState",
-    "GpuReadings",
-    "GpuProcess",
-    "Gpu",
     "DTYPES",
     "INSTRUCTIONS",
     "PLATFORMS",
@@ -101,15 +94,21 @@ __all__ = [
     "Event",
     "Evidence",
     "Failed",
+    "Gpu",
+    "GpuProcess",
+    "GpuReadings",
+    "GpuState",
     "Interval",
     "Judged",
     "KernelCase",
     "KernelResources",
     "KernelSource",
+    "KernelTime",
     "LibraryPolicy",
     "Lineage",
     "LineageState",
     "Machine",
+    "Neighbours",
     "Noted",
     "Opened",
     "Option",
@@ -125,10 +124,11 @@ __all__ = [
     "SkillCard",
     "Slot",
     "SourceFile",
+    "Span",
     "StateFile",
     "Status",
-    "Stopped",
     "StopReason",
+    "Stopped",
     "Surface",
     "TensorSpec",
     "Termination",

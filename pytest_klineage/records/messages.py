@@ -68,7 +68,7 @@ class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     slots: tuple[int, ...]
     nonce: int
     mask: int = 0
-    """Inputs lie in their slots masked by these 16 bits, and are unmasked one call at a time, before its cache flush."""
+    """Inputs lie in their slots masked by these 16 bits, and are unmasked one by one, before a call's cache flush."""
     graph: bool = False
     """Record the calls in a CUDA graph first and time replays of it, without any flush."""
     profile: bool = False

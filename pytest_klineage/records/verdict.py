@@ -77,6 +77,7 @@ class Code(StrEnum):
     EXITED = "runtime_error.exited"
     LOG_FLOOD = "runtime_error.log_flood"
     CUDA_ERROR = "runtime_error.cuda"
+    SANITIZER = "runtime_error.sanitizer"
     NOT_CAPTURABLE = "runtime_error.not_capturable"
     OUT_OF_MEMORY = "runtime_error.out_of_memory"
     TIMEOUT_BUILD = "timeout.build"
@@ -227,7 +228,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time of the timed blocks, including preparation of inputs between calls."""
     stopped: str = ""
-    """Why sampling ended: "precise", "time limit" or "fixed count"."""
+    """Why sampling ended: "precise", "time limit", "pair limit", "fixed count" or "fixed time"."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,6 +253,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[KernelTime, ...] = ()
     """What a GPU executed for the candidate during one block, by device time; figures are of the whole block."""
     reference_kernels: tuple[KernelTime, ...] = ()
+    sanitizer: dict[str, str] = {}
+    """By tool of compute-sanitizer that was asked for: "clean", its first finding, or why it came to no result."""
     containment: tuple[str, ...] = ()
     """Sandbox mechanisms that were active in the candidate's process."""
     notes: tuple[str, ...] = ()

@@ -42,7 +42,11 @@ BY_CODE = {
     Code.ARTIFACT: "delete that folder and build it again: --klineage-stage=compile with the same --klineage-artifacts",
     Code.BUILD_IO: "free some disk space, or set --klineage-cache-dir to a folder that can be written",
     Code.RETURNED_ERROR: "the kernel refused the arguments; its own message says which",
-    Code.CUDA_ERROR: "run the kernel alone under compute-sanitizer",
+    Code.CUDA_ERROR: "run it again with --klineage-sanitize=memcheck, or alone under compute-sanitizer",
+    Code.SANITIZER: (
+        "go to the line that the tool names; a kernel that refuses the small shape (KLINEAGE_REQUIRE) is watched at the"
+        " case's own"
+    ),
     Code.NOT_CAPTURABLE: "do not synchronize or allocate in the call, or take another --klineage-policy",
     Code.SKIPPED_MEMORY: "take a smaller shape, or a GPU with more memory",
     Code.LOG_FLOOD: "remove the kernel's output",

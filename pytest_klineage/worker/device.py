@@ -6,10 +6,11 @@ needs the other's id, so every worker can live in a process namespace of its own
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from pytest_klineage.errors import HarnessError
+from pytest_klineage.errors import HarnessError, MissingDependency
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +20,15 @@ ADDRESS_ALIGNMENT = 0
 
 
 def initialise() -> None:
-    """Make the first visible GPU's primary context current. Raises HarnessError when there is none."""
+    """Make the first visible GPU's primary context current. Raises MissingDependency for what keeps CUDA away."""
     import torch
 
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+        raise MissingDependency("cuda-bindings", "pip install 'pytest-klineage[cuda]'")
     if not torch.cuda.is_available():
-        raise HarnessError("torch sees no CUDA device; run pytest-klineage doctor")
+        raise MissingDependency(
+            "a PyTorch that sees the GPU", "pip install torch   (its CUDA build; then run pytest-klineage doctor)"
+        )
     torch.cuda.init()  # type: ignore[no-untyped-call] # torch has no types here
     torch.zeros(1, device="cuda")
 

@@ -94,9 +94,8 @@ class DevicePlayer(Player):
         returned, done, wall_ns, early = self._exchange(arena, block, mask, deadline_s)
         whole, calls = self._samples(block, returned, wall_ns)
         checks: list[Check] = []
-        reasons = self._block_aliases(arena, done.tensors, defences)
-        if "two_clocks" in defences:
-            reasons += self._unsettled(returned)
+        reasons = self._unsettled(returned) if "two_clocks" in defences else []
+        earlier = self.previous
         for index, view in enumerate(block.views):
             slot = block.first_slot + index
             reasons += self._integrity(arena, slot, view, (), defences)
@@ -106,6 +105,8 @@ class DevicePlayer(Player):
                     more = [*self._late_work(block.arena, slot, bool(done.tensors), deadline_s), *more]
                 checks += found
                 reasons += more
+        self.previous = earlier
+        reasons += self._block_aliases(arena, done.tensors, defences)
         return BlockOutcome(
             whole=whole, calls=calls, checks=tuple(checks), reasons=tuple(reasons), kernels=done.kernels,
             busy_ns=done.busy_ns, claimed_ns=sum(returned.elapsed_ns),

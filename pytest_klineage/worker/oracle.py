@@ -148,7 +148,7 @@ class Oracle:
         return Attached()
 
     def check(self, request: CheckRequest) -> Checked:
-        """One planned check: the problem as it is, then again in disguise, so that checks look like timed calls."""
+        """One planned check: the problem as it is, run like a timed call."""
         problems = self.problem_set()
         problem = problems.checks[request.index]
         arena = 0

@@ -98,9 +98,7 @@ class ProblemSet:
     def novel(self) -> Problem:
         """A problem of the default regime that nobody has seen, with its answer."""
         chosen = operator(self.case.operator)
-        inputs = chosen.make_inputs(
-            self.case, self.random("novel", secrets.token_hex(16)), chosen.regimes[0]
-        )
+        inputs = chosen.make_inputs(self.case, self.random("novel", secrets.token_hex(16)), chosen.regimes[0])
         return Problem(self.case, chosen.regimes[0], inputs)
 
     def planned(self) -> tuple[PlannedCheck, ...]:

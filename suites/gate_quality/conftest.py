@@ -22,6 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
     )
     group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
+    group.addoption(
+        "--verdicts",
+        type=int,
+        default=5,
+        metavar="N",
+        help="Verdicts by each evaluator, 2 at least. Default: %(default)s.",
+    )
     group.addoption("--trials", type=int, default=200, metavar="N", help="A/A trials in all. Default: %(default)s.")
 
 

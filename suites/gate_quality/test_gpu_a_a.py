@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -51,36 +51,43 @@ def report_of(trials: list[GpuTrial], platform: str) -> str:
     )
 
 
-def measured(session: KlineageSession, platform: str, operator: str, count: int) -> list[GpuTrial]:
-    """The trials of one operator at the paper's shape."""
+@pytest.fixture(scope="module")
+def gate(klineage_session: KlineageSession) -> Iterator[Gate]:
+    """One gate for all operators: its processes take ten seconds to start."""
     settings = msgspec.structs.replace(
-        session.gate_settings, also_policies=("paper",), time_limit_s=TIME_LIMIT_S, margin=MARGIN, seeds=1
+        klineage_session.gate_settings, also_policies=("paper",), time_limit_s=TIME_LIMIT_S, margin=MARGIN, seeds=1
     )
-    case, trials, started = with_library(paper_case(operator, "gpu", "torch")), [], time.monotonic()
-    with Gate(platform, settings) as gate:
-        source, _first = first_right(gate, case, against_itself=True)
-        for number in range(count):
-            if time.monotonic() - started > BUDGET_S:
-                break
-            verdict = gate.judge(case, source, reference_source=source)
-            assert verdict.timing is not None, f"{operator}: {verdict.code}: {verdict.reasons[0].message}"
-            fields = msgspec.structs.asdict(trial_of(verdict, number))
-            trials.append(GpuTrial(**fields, kernel=f"{operator}: {source.label}"))
+    with Gate(gpu_platform(klineage_session), settings) as opened:
+        yield opened
+
+
+def measured(gate: Gate, operator: str, count: int) -> list[GpuTrial]:
+    """The trials of one operator at the paper's shape."""
+    case, trials = with_library(paper_case(operator, "gpu", "torch")), []
+    source, _first = first_right(gate, case, against_itself=True)
+    started = time.monotonic()
+    for number in range(count):
+        if time.monotonic() - started > BUDGET_S:
+            break
+        verdict = gate.judge(case, source, reference_source=source)
+        assert verdict.timing is not None, f"{operator}: {verdict.code}: {verdict.reasons[0].message}"
+        fields = msgspec.structs.asdict(trial_of(verdict, number))
+        trials.append(GpuTrial(**fields, kernel=f"{operator}: {source.label}"))
     return trials
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_gpu_a_a(
     operator: str,
+    gate: Gate,
     request: pytest.FixtureRequest,
-    klineage_session: KlineageSession,
     publish: Callable[[str, str, list[GpuTrial]], None],
 ) -> None:
     """Nine of ten intervals hold 1.0, no trial is called slower, the median half-width is 2 % at most."""
-    platform = gpu_platform(klineage_session)
+    platform = gate.platform
     name = f"a_a-{platform}"
     count = min(TRIALS, max(1, request.config.getoption("--trials") // len(OPERATORS)))
-    trials = measured(klineage_session, platform, operator, count)
+    trials = measured(gate, operator, count)
     others = kept_rows(results_file(request.config, name), GpuTrial, without=lambda trial: trial.operator == operator)
     publish(name, report_of([*others, *trials], platform), [*others, *trials])
     found = intervals(list(trials), 0.95)

@@ -102,8 +102,8 @@ def test_every_schema_is_json_schema(name: str, capsys: pytest.CaptureFixture[st
 def test_cases_lists_operators_and_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cases"]) == 0
     text = capsys.readouterr().out
-    for line in ("gemm\n  axes:     M, N, K", "option:   causal = False, True (default False)", "compared: cublas, torch, vendor",
-                 "cpu shape: fp32: M=1024, N=1024, K=1024"):  # fmt: skip
+    for line in ("gemm\n  axes:     M, N, K", "option:   causal = False, True (default False)",
+                 "compared: cublas, torch, vendor", "cpu shape: fp32: M=1024, N=1024, K=1024"):  # fmt: skip
         assert line in text
 
 

@@ -12,7 +12,10 @@ TYPOS = {
     "operator of another type": ('(8, 8, 8), "fp32", op=["gemm"]', "*unknown operator *gemm*"),
     "reference of another type": ('(8, 8, 8), "fp32", ref=["torch"], op="gemm"', "*unknown reference *torch*"),
     "dtype": ('(8, 8, 8), "f32", op="gemm"', "*unknown dtype for gemm 'f32'. *Valid: *fp32*"),
-    "reference": ('(8, 8, 8), "fp32", ref="cublass", op="gemm"', "*unknown reference 'cublass'. *Valid: cublas, *torch*"),
+    "reference": (
+        '(8, 8, 8), "fp32", ref="cublass", op="gemm"',
+        "*unknown reference 'cublass'. *Valid: cublas, *torch*",
+    ),
     "argument": (
         '(8, 8, 8), "fp32", op="gemm", refs="torch"',
         "*unknown argument of kernel_case for gemm 'refs'*ref,*",

@@ -11,6 +11,7 @@ from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_va
 from pytest_klineage.plugin.session import KlineageSession
 
 SAMPLES: dict[str, tuple[str, Any]] = {
+    "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
     "mode": ("record", "record"),
     "stage": ("compile", "compile"),
@@ -37,6 +38,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "fail-skipped": ("true", True),
 }
 BAD = {
+    "sanitize": ("memchek", "'memchek' is not one of: memcheck, racecheck, initcheck, synccheck, all"),
     "mode": ("strict", "'strict' is not one of: gate, record"),
     "stage": ("link", "'link' is not one of: all, compile"),
     "progress": ("maybe", "'maybe' is not one of: auto, on, off"),

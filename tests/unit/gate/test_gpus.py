@@ -346,19 +346,18 @@ def test_doctor_survives_indices_that_can_be_read_in_two_ways(nvml: Any, monkeyp
 
 
 def test_optional_libraries_are_found_without_importing_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in ("cupti/__init__.py", "cuda/bindings/__init__.py", "tilelang/__init__.py"):
+    for module in ("cuda/bindings/__init__.py", "tilelang/__init__.py"):
         (tmp_path / module).parent.mkdir(parents=True)
         (tmp_path / module).write_text("raise SystemExit('imported')")
-    metadata = tmp_path / "cupti_python-13.0.0.dist-info"
+    metadata = tmp_path / "tilelang-0.1.8.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: cupti-python\nVersion: 13.0.0\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tilelang\nVersion: 0.1.8\n")
     monkeypatch.syspath_prepend(tmp_path)
     absent = survey.Library("no_such_module_of_ours", ("no-such-library",), "nothing")
     monkeypatch.setattr(survey, "LIBRARIES", (*survey.LIBRARIES, absent))
     found = parts()
-    assert (found["cupti-python"].present, found["cupti-python"].detail) == (True, "13.0.0")
+    assert (found["tilelang"].present, found["tilelang"].detail) == (True, "0.1.8")
     assert found["cuda-bindings"].present
-    assert found["tilelang"].present
     assert found["no-such-library"] == survey.Part(
         "no-such-library", False, "not installed; for nothing", "pip install no-such-library"
     )

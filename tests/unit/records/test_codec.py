@@ -24,6 +24,7 @@ from pytest_klineage.records import (
     Machine,
     Reason,
     SourceFile,
+    TrajectoryLine,
     Usage,
     Verdict,
     from_json,
@@ -54,6 +55,9 @@ UNIONS = {
 WORDS = st.text(max_size=8)
 SPECIAL: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (KernelCase, "at_least"): st.floats(1e-3, 1e3),
+    (KernelCase, "max_spills"): st.none(),
+    (KernelCase, "requires"): st.just(()),
+    (TrajectoryLine, "schema_version"): st.just(SCHEMA_VERSION),
     (SourceFile, "name"): st.sampled_from(["kernel.cpp", "tile.h", "Ünï.cu"]),
     (Verdict, "schema_version"): st.just(SCHEMA_VERSION),
 }

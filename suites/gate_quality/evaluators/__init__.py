@@ -1,0 +1,1 @@
+"""How other evaluators judge a GEMM, written anew from descriptions. The suite that compares them is beside it."""

@@ -1,0 +1,427 @@
+"""Without a GPU: the evaluators of suites/gate_quality on CPU kernels with clocks of the test, and their tables."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
+
+import test_gpu_evaluators as suite
+import test_gpu_references as references
+import triton_do_bench
+from evaluators import flashinfer_bench, kernelbench
+from evaluators.clocks import ClockFailure
+from evaluators.problem import Judged, Problem, Request, Run
+from evaluators.process import Process, ProcessEnded
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators import make_case, paper_case
+from pytest_klineage.records import Code, Interval, KernelSource, Reason, SourceFile, Surface, Timing, Verdict
+from pytest_klineage.references import Variant
+from pytest_klineage.surfaces.cpp import CppBackend
+from pytest_klineage.worker.reference_kernel import trial_of
+
+SUITE = Path(suite.__file__).parent
+CASE = make_case("gemm", (16, 24, 32), "fp32", "torch")
+KERNELS = r"""
+#include "klineage.h"
+static int gemm(const klineage_call *call, float factor) {
+    const float *a = (const float *)call->inputs[0].data, *b = (const float *)call->inputs[1].data;
+    float *c = (float *)call->outputs[0].data;
+    const long m = call->inputs[0].shape[0], k = call->inputs[0].shape[1], n = call->inputs[1].shape[1];
+    for (long i = 0; i < m; ++i)
+        for (long j = 0; j < n; ++j) {
+            float sum = 0;
+            for (long l = 0; l < k; ++l) sum += a[i * k + l] * b[l * n + j];
+            c[i * n + j] = factor * sum;
+        }
+    return 0;
+}
+extern "C" int right(const klineage_call *call) { return gemm(call, 1.0f); }
+extern "C" int wrong(const klineage_call *call) { return gemm(call, 1.1f); }
+extern "C" int infinite(const klineage_call *call) { return gemm(call, 1e38f); }
+"""
+ECHO = """
+import os, sys, time
+import msgspec
+from evaluators.process import serve
+
+class Word(msgspec.Struct):
+    text: str
+
+def answer(word):
+    print("noise on the standard output", flush=True)
+    os.system("echo more of it")
+    if word.text == "crash":
+        raise ValueError("it went wrong")
+    if word.text == "sleep":
+        time.sleep(60)
+    return Word(text=word.text * 2)
+
+if __name__ == "__main__":
+    serve(Word, answer)
+"""
+
+
+class Word(msgspec.Struct):
+    """A question and an answer."""
+
+    text: str
+
+
+class FakeClock:
+    """Calls once, and says what it is told: the reference's times, then the candidate's, in the order of the calls."""
+
+    name = "fake"
+
+    def __init__(self, *times: list[float]) -> None:
+        self.times, self.asked = iter(times), list[tuple[int, int]]()
+
+    def samples(self, run: Run, *, warmup: int, count: int) -> list[float]:
+        run()
+        self.asked.append((warmup, count))
+        return next(self.times)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernels, built."""
+    source = KernelSource(surface=Surface.CPP, files=(SourceFile(name="gemm.cpp", text=KERNELS),), entry="right")
+    return CppBackend().build(source, tmp_path_factory.mktemp("cache"), platform="cpu", timeout_s=60).artifact
+
+
+@pytest.fixture
+def problem(artifact: Path) -> Callable[[str], Problem]:
+    """The case with one of the kernels, on the CPU."""
+
+    def make(entry: str) -> Problem:
+        return Problem(Request(case=CASE, surface="cpp", artifact=str(artifact), entry=entry), device="cpu")
+
+    return make
+
+
+# --- the algorithms ---------------------------------------------------------------------------------------------------
+
+
+def test_kernelbench_times_the_candidate_first_and_rounds_its_means(problem: Callable[[str], Problem]) -> None:
+    clock = FakeClock([1.0, 1.002], [3.0, 3.111])
+    judged = kernelbench.judge(problem("right"), clock)
+    assert judged.correct, judged.why
+    assert clock.asked == [(3, 100), (5, 100)]
+    assert (judged.candidate_ms, judged.reference_ms) == (1.0, 3.06)
+    assert judged.speedup == pytest.approx(3.06)
+    assert judged.reference_samples_ms == (3.0, 3.111)
+
+
+def test_flashinfer_bench_takes_the_mean_of_medians_of_three_sets(problem: Callable[[str], Problem]) -> None:
+    clock = FakeClock([3, 3, 9], [4, 4, 9], [5, 5, 9], [1, 1, 9], [2, 2, 9], [3, 3, 9])
+    judged = flashinfer_bench.judge(problem("right"), clock)
+    assert judged.correct, judged.why
+    assert clock.asked == [(10, 50)] * 6
+    assert (judged.reference_ms, judged.candidate_ms, judged.speedup) == (4, 2, 2)
+    assert judged.candidate_samples_ms == (1, 1, 9, 2, 2, 9, 3, 3, 9)
+
+
+@pytest.mark.parametrize("evaluator", [kernelbench, flashinfer_bench])
+@pytest.mark.parametrize("entry", ["wrong", "infinite"])
+def test_a_wrong_kernel_is_called_wrong(
+    evaluator: types.ModuleType, entry: str, problem: Callable[[str], Problem]
+) -> None:
+    judged = evaluator.judge(problem(entry), FakeClock([1.0], [1.0], [1.0]))
+    assert not judged.correct
+    assert judged.why
+    assert judged.candidate_samples_ms == ()
+
+
+def test_inputs_are_the_same_for_a_number_and_others_for_another(problem: Callable[[str], Problem]) -> None:
+    first, second = problem("right"), problem("right")
+    assert torch.equal(first.inputs(1)["a"], second.inputs(1)["a"])
+    assert not torch.equal(first.inputs(1)["a"], first.inputs(2)["a"])
+
+
+def test_a_bound_call_keeps_its_tensors(problem: Callable[[str], Problem]) -> None:
+    made = problem("right")
+    inputs, output = made.inputs(0), made.output()
+    run: Any = made.candidate(inputs, output)
+    assert run.tensors[1] is output
+
+
+def test_another_operator_is_refused(artifact: Path) -> None:
+    case = make_case("topk", (4, 64, 8), "fp32", "torch")
+    with pytest.raises(UsageError, match="gemm only"):
+        Problem(Request(case=case, surface="cpp", artifact=str(artifact), entry="right"), device="cpu")
+
+
+def test_an_element_is_wrong_only_beyond_both_bounds() -> None:
+    expected = torch.tensor([100.0, 1e-4])
+    assert flashinfer_bench.mismatch(torch.tensor([100.9, 5e-3]), expected) == ""
+    assert "1 elements" in flashinfer_bench.mismatch(torch.tensor([101.1, 5e-3]), expected)
+    assert "not finite" in flashinfer_bench.mismatch(torch.tensor([100.0, float("nan")]), expected)
+    assert "float64" in flashinfer_bench.mismatch(expected.double(), expected)
+
+
+def test_where_cupti_fails_on_a_kernel_the_verdict_is_by_events(
+    monkeypatch: pytest.MonkeyPatch, problem: Callable[[str], Problem]
+) -> None:
+    class Failing(FakeClock):
+        def samples(self, run: Run, *, warmup: int, count: int) -> list[float]:
+            raise ClockFailure("other kernels")
+
+    monkeypatch.setattr(flashinfer_bench, "Problem", lambda request: problem("right"))
+    monkeypatch.setattr(flashinfer_bench, "clock_of_this_process", Failing)
+    monkeypatch.setattr(flashinfer_bench, "QueuedClock", lambda why: FakeClock(*[[2.0]] * 6))
+    request: Any = None
+    assert flashinfer_bench.answer(request).speedup == 1.0
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A process that says everything twice."""
+    (tmp_path / "echo_twice.py").write_text(ECHO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Process("echo_twice") as process:
+        yield process
+
+
+def test_a_process_answers_as_often_as_it_is_asked_whatever_it_prints(echo: Process) -> None:
+    assert [echo.ask(Word(text=text), Word).text for text in ("a", "b")] == ["aa", "bb"]
+
+
+def test_a_crash_is_told_in_the_last_words(echo: Process) -> None:
+    with pytest.raises(ProcessEnded, match=r"status 1 and no answer: (.|\n)*it went wrong"):
+        echo.ask(Word(text="crash"), Word)
+    with pytest.raises(ProcessEnded):
+        echo.ask(Word(text="again"), Word)
+
+
+def test_a_process_that_does_not_answer_is_ended(echo: Process) -> None:
+    with pytest.raises(ProcessEnded, match="status -9"):
+        echo.ask(Word(text="sleep"), Word, limit_s=2.0)
+
+
+def test_an_evaluator_without_a_gpu_ends_with_its_reason(artifact: Path) -> None:
+    request = Request(case=CASE, surface="cpp", artifact=str(artifact), entry="right")
+    with (
+        Process("evaluators.kernelbench", {"CUDA_VISIBLE_DEVICES": ""}) as process,
+        pytest.raises(ProcessEnded, match=r"(?i)cuda"),
+    ):
+        process.ask(request, Judged)
+
+
+# --- Triton beside the gate -------------------------------------------------------------------------------------------
+
+
+def test_do_bench_is_called_on_converted_inputs_with_its_defaults() -> None:
+    trial = trial_of(CASE, "cpu", device="cpu")
+    seen = {}
+
+    def do_bench(run: Callable[[], object], **options: Any) -> list[float]:
+        run()
+        seen.update(options)
+        return [3.0, 1.0, 2.0]
+
+    def call(inputs: dict[str, torch.Tensor], outputs: dict[str, torch.Tensor]) -> None:
+        outputs["c"].copy_(inputs["product"])
+
+    variant = Variant(call, convert=lambda inputs: {"product": inputs["a"] @ inputs["b"]})
+    assert triton_do_bench.timed(variant, trial, do_bench) == [3.0, 1.0, 2.0]
+    assert seen == {"warmup": 25, "rep": 100, "return_mode": "all"}
+    assert torch.equal(trial.outputs["c"], trial.inputs["a"] @ trial.inputs["b"])
+
+
+def test_an_absent_triton_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    case = references.PUBLISHED[0].case()
+    answer = triton_do_bench.answer(triton_do_bench.CaseToTime(case=case, platform="sm90"))
+    assert "triton" in answer.absent
+    assert answer.samples_ms == ()
+
+
+def test_the_answer_has_the_median_the_version_and_the_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton, testing = types.ModuleType("triton"), types.ModuleType("triton.testing")
+    vars(triton).update(__version__="9.9", testing=testing)
+    vars(testing)["do_bench"] = lambda run, **options: [3.0, 1.0, 2.0, 9.0]
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setitem(sys.modules, "triton.testing", testing)
+    monkeypatch.setattr(triton_do_bench, "prepared_on_gpu", lambda case, platform: lambda inputs, outputs: None)
+    monkeypatch.setattr(triton_do_bench, "trial_of", lambda case, platform: trial_of(case, platform, device="cpu"))
+    chosen = types.SimpleNamespace(describe=lambda case: {"variant": "cublaslt"})
+    monkeypatch.setattr(triton_do_bench, "reference", lambda name: chosen)
+    answer = triton_do_bench.answer(triton_do_bench.CaseToTime(case=CASE, platform="sm90"))
+    assert (answer.milliseconds, answer.triton, answer.variant) == (2.5, "9.9", "cublaslt")
+
+
+def timed(ratio: float, today: float | None) -> references.Timed:
+    """A row whose gate took `ratio` of the published time, and Triton today `today` of it."""
+    published = references.PUBLISHED[0]
+    triton = None
+    if today is not None:
+        milliseconds = today * published.milliseconds
+        triton = triton_do_bench.DoBenched(milliseconds=milliseconds, samples_ms=(1.0,), variant="cublas")
+    return references.Timed(
+        name=published.name, case=published.case().id, reference="cublas", published_ms=published.milliseconds,
+        measured_ms=ratio * published.milliseconds, samples_ms=(1.0,), facts={"variant": "cublaslt"},
+        machine="NVIDIA H200", judged_at="2026-11-21T12:00:00+00:00", triton=triton,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ratio", "today", "within"), [(1.2, 1.21, True), (1.0, 1.05, False), (1.02, None, True), (1.05, None, False)]
+)
+def test_a_reference_is_held_to_triton_of_the_same_minute(ratio: float, today: float | None, within: bool) -> None:
+    row = timed(ratio, today)
+    assert row.within is within
+    shown = references.report_of([row], "sm90").splitlines()[-3]
+    assert shown.endswith("| yes |" if within else "| no |")
+    assert f"| {ratio:.3f} |" in shown
+    if today is not None:
+        assert f"| {ratio / today:.3f} |" in shown
+        assert "cublas (cublaslt); Triton's process chose cublas" in shown
+    assert msgspec.json.decode(msgspec.json.encode(row), type=references.Timed) == row
+
+
+def test_a_script_that_fails_leaves_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise ProcessEnded("it ended")
+
+    monkeypatch.setattr(references, "alone", fail)
+    settings: Any = None
+    assert references.by_triton(CASE, "sm90", settings) == (None, "it ended")
+
+
+# --- the suite's table ------------------------------------------------------------------------------------------------
+
+
+def evaluated(name: str, speedups: tuple[float, ...], **changes: Any) -> suite.Evaluated:
+    """A row of the table."""
+    row = suite.Evaluated(
+        evaluator=name, case="gemm-4096x4096x4096-bf16", kernel="expert", library="cublaslt", clock="CUDA events",
+        first_s=None, seconds=(2.0, 4.0, 3.0), speedups=speedups, reference_samples_ms=((1.0,),) * 3,
+        candidate_samples_ms=((1.0,),) * 3, machine="NVIDIA H200", judged_at="2026-11-21T12:00:00+00:00",
+    )  # fmt: skip
+    return msgspec.structs.replace(row, **changes)
+
+
+def test_the_table_has_verdicts_per_minute_and_the_spread() -> None:
+    rows = [
+        evaluated("kernelbench", (0.98, 1.02, 1.0)),
+        evaluated("gate", (1.0, 1.004, 1.002), half_widths=(0.01, 0.012, 0.008)),
+        evaluated("flashinfer_bench", (), refused=("set 0: 3 elements",)),
+    ]
+    lines = suite.report_of(rows, "sm90").splitlines()
+    shown = [line for line in lines if line.startswith("| ")][1:]
+    assert [line.split(" | ")[0] for line in shown] == [
+        f"| {item.title}" for item in suite.EVALUATORS.values()
+    ]  # fmt: skip
+    assert "| 3 | 3.00 (4.00) | 20.0 | 1.0000 | 1.0020 | 1.0040 | 0.20 % | +-1.00 % |" in shown[0]
+    assert shown[1].endswith("| 0.9800 | 1.0000 | 1.0200 | 2.00 % | none |")
+    assert "flashinfer-bench's algorithm: set 0: 3 elements" in lines
+    head = next(line for line in lines if line.startswith("| evaluator"))
+    assert {line.count("|") for line in shown} == {head.count("|")}
+    assert msgspec.json.decode(msgspec.json.encode(rows[1]), type=suite.Evaluated) == rows[1]
+
+
+def test_verdicts_stop_at_the_count_or_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(suite, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+
+    def judge() -> str:
+        now[0] += 4.0
+        return "verdict"
+
+    assert suite.in_time(judge, 3, 100.0) == (["verdict"] * 3, [4.0] * 3)
+    assert len(suite.in_time(judge, 9, 13.0)[0]) == 3
+    assert len(suite.in_time(judge, 9, 0.0)[0]) == suite.LEAST
+
+
+def test_the_row_of_the_gate_has_what_its_verdicts_say() -> None:
+    case, source = paper_case("gemm", "gpu", "cublas"), suite.expert_of("sm90")
+    timing = Timing(
+        policy="paired", reference_ms=2.0, candidate_ms=1.0, speedup=Interval(2.0, 1.9, 2.1, 0.95),
+        reference_samples_ms=(2.0,), candidate_samples_ms=(1.0,), warmup=3,
+        flush_bytes=0, statistic="median",
+    )  # fmt: skip
+    accepted = Reason(code=Code.ACCEPTED_FASTER, message="fast")
+    right = Verdict(
+        case=case, status=accepted.code.status, reasons=(accepted,), timing=timing, reference={"variant": "cublas"}
+    )
+    mismatch = Reason(code=Code.MISMATCH, message="another value")
+    wrong = Verdict(case=case, status=mismatch.code.status, reasons=(mismatch,))
+    row = suite.row_of_gate(case, source, right, 9.0, [right, wrong], [1.0, 2.0])
+    assert (row.speedups, row.library, row.first_s, row.candidate_samples_ms) == ((2.0,), "cublas", 9.0, ((1.0,),))
+    assert row.half_widths == pytest.approx((0.05,))
+    assert row.refused == ("wrong_value.mismatch: another value",)
+
+
+def test_a_wrong_verdict_of_another_evaluator_is_kept_as_a_refusal() -> None:
+    request = Request(case=CASE, surface="cuda", artifact="kernel.so", entry="run", blas_library="cublas")
+    right = Judged(correct=True, clock="CUPTI", speedup=1.5, reference_samples_ms=(3.0,), candidate_samples_ms=(2.0,))
+    judged = [right, Judged(correct=False, why="seed 1: the outputs differ")]
+    row = suite.row_of_other("kernelbench", request, "expert", None, judged, [1.0, 2.0], machine="NVIDIA H200")
+    assert (row.speedups, row.refused, row.clock) == ((1.5,), ("seed 1: the outputs differ",), "CUPTI")
+    assert row.per_minute == 40
+
+
+@pytest.mark.parametrize(("name", "processes", "questions"), [("kernelbench", 3, 3), ("flashinfer_bench", 1, 4)])
+def test_a_process_is_new_for_every_verdict_or_kept_with_a_first_left_out(
+    name: str, processes: int, questions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    asked: list[Request] = []
+
+    class Stand(contextlib.nullcontext[Any]):
+        def __enter__(self) -> Stand:
+            return self
+
+        def ask(self, question: Request, kind: type[Judged]) -> Judged:
+            asked.append(question)
+            return kind(correct=True, clock="fake", speedup=float(len(asked)))
+
+    def start(platform: str, module: str, settings: object) -> Stand:
+        started.append(module)
+        return Stand()
+
+    monkeypatch.setattr(suite, "process_on", start)
+    monkeypatch.setattr(suite, "alone", lambda platform: contextlib.nullcontext())
+    monkeypatch.setattr(suite, "device_name", lambda platform: "NVIDIA H200")
+    request = Request(case=CASE, surface="cuda", artifact="kernel.so", entry="run")
+    settings: Any = None
+    row = suite.by_other(name, "sm90", settings, request, "expert", 3)
+    assert started == [f"evaluators.{name}"] * processes
+    assert len(asked) == questions
+    assert row.speedups == tuple(range(questions - 2, questions + 1))
+    assert (row.first_s is None) == (processes == 3)
+    assert row.machine == "NVIDIA H200"
+
+
+def test_every_evaluator_but_the_gate_is_a_script_that_is_there() -> None:
+    modules = [evaluator.module for name, evaluator in suite.EVALUATORS.items() if name != "gate"]
+    assert all((SUITE / f"{module.replace('.', '/')}.py").exists() for module in modules)
+    assert suite.EVALUATORS["gate"].module == ""
+
+
+def test_the_expert_is_a_cuda_kernel_that_exists() -> None:
+    assert suite.expert_of("sm90").surface is Surface.CUDA
+
+
+def test_on_a_cpu_everything_is_skipped_with_the_reason(pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(SUITE / "test_gpu_evaluators.py")]
+    command += ["--platform=cpu"]
+    done = subprocess.run(
+        command, cwd=pytestconfig.rootpath, capture_output=True, text=True, timeout=120, check=False
+    )  # fmt: skip
+    assert "3 skipped" in done.stdout
+    assert "measures on a GPU" in done.stdout
