@@ -51,7 +51,10 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     busy_limit: float = 0.25
     """Share of the machine's CPU time that others may use during timing before the verdict is inconclusive."""
     flush_bytes: int = 0
-    """Bytes to write between two calls, so that each starts from memory; 0 means twice the last-level cache, on a GPU 256 MiB."""
+    """Bytes to write between two calls, so that each starts from memory.
+
+    0 means twice the last-level cache, on a GPU 256 MiB.
+    """
     seeds: int = 3
     """Random inputs of the default regime that every kernel must get right."""
     threads: int = 0

@@ -19,9 +19,9 @@ from pytest_klineage.surfaces import surface_backend
 if TYPE_CHECKING:
     from pytest_klineage.gate.judgement import Judgement
 
-RENEWALS = 8
-LEAST_BETWEEN_RENEWALS_S, MOST_BETWEEN_RENEWALS_S = 0.25, 0.75
-"""A renewal takes about 0.15 s."""
+RENEWALS = 6
+LEAST_BETWEEN_RENEWALS_S, MOST_BETWEEN_RENEWALS_S = 0.33, 1.0
+"""A renewal takes about 0.15 s, and as long again to warm both sides up."""
 PROFILE_DEADLINE_S = 90.0
 """Starting the device's profiler in a process takes seconds, once."""
 CALL_SLACK_S = 30.0
@@ -74,7 +74,7 @@ class TimedStage:
         )
 
     def _renewal(self) -> Renew | None:
-        """What starts both sides in new processes, eight times in a time limit that has room for it.
+        """What starts both sides in new processes, six times in a time limit that has room for it.
 
         On a GPU a start takes seconds; there the two sides keep their processes.
         """

@@ -110,7 +110,10 @@ OPTIONS = (
     Option(
         "fail-skipped", "", switch, "A kernel that cannot be judged here, as without a compiler, fails its test"
     ),
-    Option("policy", "NAME", word, "Timing policy that decides: paired, paper, do_bench or, on a GPU, cudagraph (default: paired)"),
+    Option(
+        "policy", "NAME", word,
+        "Timing policy that decides: paired, paper, do_bench or, on a GPU, cudagraph (default: paired)",
+    ),
     Option("also-policy", "NAME", word, "Measure with this timing policy as well; repeatable", repeatable=True),
     Option(
         "sanitize", "TOOL", sanitizers,

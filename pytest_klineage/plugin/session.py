@@ -62,8 +62,9 @@ class KlineageSession:
             from pytest_klineage.gate.gpus import gpus_for
 
             found = resolve_platform(self.settings.platform)
-            if found != "cpu" and self.settings.gate.get("stage") != "compile":
-                # Said before anything is collected: no GPU, another one, a driver that is too old.
+            if found != "cpu" and self.settings.gate.get("stage") != "compile" and not self.is_worker:
+                # Said before anything is collected: no GPU, another one, a driver that is too old. Not in a process of
+                # pytest-xdist: one that ends while it starts is started again, without end where --tx is used.
                 gpus_for(found)
             self._platform = found
         return self._platform

@@ -85,10 +85,8 @@ def enter_namespaces(names: Iterable[str] = CPU_NAMESPACES) -> list[str]:
 
 def mount_own_proc() -> bool:
     """Give this process namespace, of which this must be the first process, a /proc of its own."""
-    return (
-        LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
-        and LIBC.mount(b"proc", b"/proc", b"proc", 0, None) == 0
-    )
+    private = LIBC.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None) == 0
+    return bool(private and LIBC.mount(b"proc", b"/proc", b"proc", 0, None) == 0)
 
 
 @functools.lru_cache

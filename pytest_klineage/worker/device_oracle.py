@@ -54,7 +54,7 @@ class Blocks:
         problem = oracle.problem_set().checks[request.index]
         player = self._turn(request.role)
         slot = oracle.schedule.random.randrange(player.arenas[arena].num_slots)
-        block = Block(views=[Plain(problem)], calls=1, arena=arena, first_slot=slot)
+        block = Block(views=[Plain(problem)], calls=1, arena=arena, first_slot=slot, alone=False)
         outcome = player.run_block(block, request.deadline_s, request.defences | {"verify"})
         shape = problem.case.shape if arena else {}
         checks = tuple(msgspec.structs.replace(check, shape=shape) for check in outcome.checks)

@@ -40,7 +40,7 @@ def test_version() -> None:
             "pytest-klineage: nowhere is not there; give a run's directory, its records.jsonl, or: latest\n",
         ),
         (("report", "latest"), "pytest-klineage: there is no run in results/runs; give the run's directory\n"),
-        (("schema", "verdit"), "pytest-klineage: unknown record 'verdit'. Did you mean 'verdict'? Valid: case,"),
+        (("schema", "verdit"), "pytest-klineage: unknown record 'verdit'. Did you mean 'verdict'? Valid: card, case,"),
     ],
 )
 def test_misuse_is_one_line_and_exit_code_2(tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -15,7 +15,6 @@ from pytest_klineage.records.device import Gpu
 FAKE = Path(__file__).parents[1] / "unit" / "gate" / "fake_pynvml.py"
 CONFTEST = """
 import os, pathlib
-import pytest_klineage.plugin.session as session
 
 worker = os.environ.get("PYTEST_XDIST_WORKER")
 if worker:
@@ -65,7 +64,7 @@ def test_only_visible_gpus_are_handed_out(
 
 
 def test_the_users_own_choice_for_a_worker_stays(two_gpus: Path, pytester: pytest.Pytester) -> None:
-    specs = ("--tx=popen//env:CUDA_VISIBLE_DEVICES=7", "--tx=popen", "--dist=load")
+    specs = ("--tx=popen//env:CUDA_VISIBLE_DEVICES=7", "--tx=popen", "--dist=load", "--max-worker-restart=2")
     pytester.runpytest_subprocess(*specs, "--klineage-platform=sm90")
     assert devices(two_gpus) == {"gw0": "7", "gw1": SECOND}
 
@@ -99,8 +98,9 @@ def test_on_a_cpu_or_unused_nothing_is_handed_out(
 
 
 def test_without_a_gpu_of_the_platform_nothing_is_handed_out(two_gpus: Path, pytester: pytest.Pytester) -> None:
-    pytester.runpytest_subprocess("-n1", "--klineage-platform=sm120").assert_outcomes(passed=1)
-    assert devices(two_gpus) == {"gw0": "unset"}
+    result = pytester.runpytest_subprocess("-n1", "--klineage-platform=sm120")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    assert devices(two_gpus) == {}
 
 
 def test_without_workers_the_header_says_nothing_of_them(two_gpus: Path, pytester: pytest.Pytester) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pytest_klineage.gate import gpus
 from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_value, read_settings
 from pytest_klineage.plugin.session import KlineageSession
 
@@ -159,7 +160,7 @@ def test_an_unknown_name_is_a_usage_error_before_collection(pytester: pytest.Pyt
 def test_a_platform_without_its_gpu_is_a_usage_error_before_collection(
     pytester: pytest.Pytester, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pytest_klineage.gate.gpus.gpus", lambda: ())
+    monkeypatch.setattr(gpus, "gpus", lambda: ())
     pytester.makepyfile("raise SystemExit('collected')")
     message = f"ERROR: platform {name} needs a GPU of compute capability *"
     result = pytester.runpytest(f"--klineage-platform={name}")
@@ -174,8 +175,8 @@ def test_a_platform_without_its_gpu_is_a_usage_error_before_collection(
 def test_auto_takes_the_gpu_that_the_machine_has(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr("pytest_klineage.gate.gpus.best_platform", lambda: "sm90")
-    monkeypatch.setattr("pytest_klineage.gate.gpus.gpus_for", lambda name: ())
+    monkeypatch.setattr(gpus, "best_platform", lambda: "sm90")
+    monkeypatch.setattr(gpus, "gpus_for", lambda name: ())
     assert KlineageSession(pytester.parseconfig(*arguments)).platform == "sm90"
     assert KlineageSession(pytester.parseconfig("--klineage-platform=cpu")).platform == "cpu"
 

@@ -175,9 +175,7 @@ def test_python_kernels_that_cannot_run_say_why(
         ["  runtime_error.exception: No module named 'nomodule': *", "  next: install it, or *"]
     )
     result.stdout.fnmatch_lines(["  build_error.entry_missing: *'walk'*", "  next: define the function *"])
-    result.stdout.fnmatch_lines(
-        ["klineage: cuda kernels cannot be judged by this version yet; valid here: cpp, python"]
-    )
+    result.stdout.fnmatch_lines(["klineage: the kernel source *kernel.cu cannot be read: No such file or directory"])
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*calls.py*")
     result.stdout.no_fnmatch_line('*extern "C"*')
