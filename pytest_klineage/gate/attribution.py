@@ -33,13 +33,16 @@ FRAMEWORK = re.compile(
     r"\bat::|\bc10::|\bat_cuda_detail::|\btorch::|\bcaffe2::|pytorch_|_pytorch|\bgatherTopK\b|\bsbtopk\b|\bmbtopk\b"
 )
 VENDOR = re.compile(
-    r"cublas|nvjet|cudnn|\bsm\d+_xmma|_xmma_|implicit_gemm|implicit_convolve|\bampere_|\bvolta_|\bturing_|\bhopper_"
-    r"|flashinfer|flash_fwd|flash::|FlashAttn|\bcudnn_|nchwToNhwc|nhwcToNchw|cufft|cusolver|cusparse|thrust::"
+    r"cublas|nvjet|cudnn|\bsm\d+_xmma|_xmma_|implicit_gemm|implicit_convolve"
+    r"|\b(?:ampere|volta|turing|hopper)_\w*_\d+x\d+"
+    r"|flashinfer|flash_fwd|\bflash::|FlashAttnFwd|\bcudnn_|nchwToNhwc|nhwcToNchw|cufft|cusolver|cusparse"
+    r"|^(?:void )?thrust::"
     r"|\bcask_|gemmk1|gemv2|splitKreduce|dot_kernel<|\bfla_|flag_gems|chunk_gated_delta|chunk_fwd_kernel",
     re.I,
 )
 CUTLASS = re.compile(r"\bcutlass::(Kernel|device_kernel|gemm::kernel)")
-COPY = re.compile(r"^(Memcpy|Memset)")
+COPY = re.compile(r"^(Memcpy|Memset)|\bat::native::FillFunctor<")
+"""Copies and fills, which compute nothing, whoever asked for them."""
 
 
 def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:
@@ -48,7 +51,7 @@ def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:
     `own_symbols` are functions that the candidate's own build has produced. They tell a template of CUTLASS that the
     candidate has instantiated from one in a library. No other vendor's name may be given to a kernel of one's own.
     """
-    if COPY.match(name):
+    if COPY.search(name):
         return Owner.OWN
     if FRAMEWORK.search(name):
         return Owner.FRAMEWORK
@@ -73,7 +76,7 @@ def foreign_reason(profiled: Profiled, *, own_symbols: Iterable[str] = ()) -> Re
         if share > FOREIGN_SHARE:
             names = ", ".join(short(kernel.name) for kernel in theirs[:SHOWN])
             whose = "a vendor library" if owner is Owner.VENDOR else "the framework"
-            message = f"{100 * share:.0f} % of the device's time went to kernels of {whose}: {names}"
+            message = f"{100 * share:.0f} % of the device's time went to kernels of {whose}, known by name: {names}"
             return Reason(code=code, message=message, evidence={"share": share, "kernels": len(theirs)})
     return None
 
@@ -91,7 +94,7 @@ def watched_reason(profiled: Profiled, timed_ms: float) -> Reason | None:
 
 def hidden_reason(profiled: Profiled) -> Reason | None:
     """A reason when the device worked longer for the calls than they took by their own events, or not at all."""
-    if profiled.busy_ns == 0 or all(COPY.match(kernel.name) for kernel in profiled.kernels):
+    if profiled.busy_ns == 0 or all(COPY.search(kernel.name) for kernel in profiled.kernels):
         return Reason(
             code=Code.NO_DEVICE_WORK, message=f"the device executed no kernel during {profiled.calls} traced calls"
         )

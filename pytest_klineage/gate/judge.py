@@ -88,6 +88,7 @@ class Gate:
         judgement = Judgement(self._bench, case, source, reference_source)
         try:
             reasons = judgement.run()
+            judgement.close()
         except (MissingDependency, DeviceOutOfMemory) as error:
             self._bench.processes.abort()
             judgement.discard()
@@ -98,7 +99,6 @@ class Gate:
             self._bench.processes.abort()
             judgement.discard()
             raise
-        judgement.close()
         spent = judgement.timed_s + (judgement.build.seconds if judgement.build else 0.0)
         return judgement.verdict(reasons, overhead_s=max(0.0, time.monotonic() - started - spent))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pytest_klineage.errors import HarnessError, MissingDependency
+from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.audit import Audit, audit
 from pytest_klineage.gate.building import build_kernel, built_reason, resource_reasons, unchecked_notes
@@ -287,6 +287,8 @@ class Judgement:
             found = self._check(0, role="replay").reasons
         except Rejected as rejected:
             found = rejected.reasons
+        self.processes.ask_oracle(Detach(role="replay"), Attached, CALL_SLACK_S)
+        self.workers.pop("replay").end()
         self.log = own
         if found:
             reason = self._wrapper_reason(found[0])
@@ -378,6 +380,8 @@ class Judgement:
                 missing = cause.rpartition("No module named")[2].strip()
                 what = f"{missing}, for the reference {self.case.reference},"
                 raise MissingDependency(what, reference(self.case.reference).remedy)
+            if reasons and reasons[0].code is Code.OUT_OF_MEMORY and self.bench.place.device != "cpu":
+                raise DeviceOutOfMemory(f"the reference {self.case.reference} found no memory on the GPU: {cause}")
             raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
         self.log = text
         return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))

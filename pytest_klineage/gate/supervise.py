@@ -229,7 +229,7 @@ class Processes:
                 raise UsageError(answer.message)
             if answer.kind == "MissingDependency":
                 raise MissingDependency.parsed(answer.message)
-            if answer.kind == "OutOfMemoryError":
+            if answer.kind in ("OutOfMemoryError", "DeviceOutOfMemory"):
                 raise DeviceOutOfMemory(f"the case does not fit into the GPU's memory: {answer.message}")
             raise HarnessError(f"the oracle cannot do that: {answer.kind}: {answer.message}")
         if not isinstance(answer, kind | Problem):

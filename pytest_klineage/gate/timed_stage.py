@@ -169,6 +169,11 @@ class TimedStage:
         self.judgement.bench.report("time", "naming the kernels that were executed")
         with machine_lock(self.judgement.bench.place.lock, alone=True):
             self.judgement.kernels["reference"] = self._profile("reference").kernels
+            if self.judgement.reference_source is None and not self.judgement.kernels["reference"]:
+                raise HarnessError(
+                    "the device's tracing shows no kernel of the reference either; end other profilers, and look "
+                    "whether this container may trace"
+                )
             profiled = self._profile("candidate")
         self.judgement.kernels["candidate"] = profiled.kernels
         if profiled.reasons:

@@ -118,7 +118,7 @@ class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     settled_ns: tuple[int, ...]
     """From there until nothing at all was left to do on the device; empty for a graph."""
     span_ns: int
-    """From the first call's start to the end of everything."""
+    """From before the head start, or from a graph's first timed replay, to the end of everything."""
 
 
 class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):

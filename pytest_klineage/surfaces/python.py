@@ -44,8 +44,12 @@ class PythonBackend(SurfaceBackend):
                 for index, file in enumerate(source.files):
                     (layout / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
                 directory.parent.mkdir(parents=True, exist_ok=True)
-                if not directory.exists():
+                try:
                     os.replace(layout, directory)
+                except OSError:
+                    # Somebody else may have published the same meanwhile.
+                    if not directory.exists():
+                        raise
         return Built(artifact=directory, build=Build(digest=digest, toolchain=f"Python {sys.version.split()[0]}"))
 
     def load(self, artifact: Path, entry: str, module: str) -> Loaded:

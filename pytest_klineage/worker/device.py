@@ -10,7 +10,7 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-from pytest_klineage.errors import HarnessError, MissingDependency
+from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
 
 if TYPE_CHECKING:
     import torch
@@ -34,10 +34,12 @@ def initialise() -> None:
 
 
 def call(function: Any, *arguments: Any) -> Any:
-    """A function of the driver API. Raises HarnessError with the driver's own name for the error."""
+    """A function of the driver API. Raises DeviceOutOfMemory, or HarnessError with the driver's name for the error."""
     from cuda.bindings import driver
 
     error, *values = function(*arguments)
+    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+        raise DeviceOutOfMemory(f"{getattr(function, '__name__', function)} found no memory")
     if error != driver.CUresult.CUDA_SUCCESS:
         raise HarnessError(f"{getattr(function, '__name__', function)} failed: {error.name}")
     return values[0] if values else None

@@ -27,11 +27,11 @@ ARENA_BYTES = 5 << 30
 class DeviceArena:
     """The oracle's side of one arena."""
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(self, signature: Signature, most: int = SLOTS) -> None:
         import torch
 
         one = plan(signature, num_slots=1, alignment=ALIGNMENT).num_bytes
-        slots = max(LEAST_SLOTS, min(SLOTS, ARENA_BYTES // one))
+        slots = max(LEAST_SLOTS, min(most, ARENA_BYTES // one))
         planned = plan(signature, num_slots=slots, alignment=ALIGNMENT)
         self.memory, self.fd = device.allocate(planned.num_bytes)
         self.arena = msgspec.structs.replace(planned, num_bytes=self.memory.num_bytes)

@@ -8,6 +8,7 @@ next call's flush waits for the third, so nothing hides behind it.
 from __future__ import annotations
 
 import functools
+import gc
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -87,6 +88,12 @@ class DeviceClock:
         self._reset_persisting = driver.cuCtxResetPersistingL2Cache
         self._success = driver.CUresult.CUDA_SUCCESS
         self._spin: Any = torch.cuda._sleep
+        stream = self.torch_stream
+        # A call may leave another stream current; the spin and the unmasking must not follow it there.
+        self._use_stream: Any = functools.partial(
+            torch._C._cuda_setStream, stream_id=stream.stream_id, device_index=stream.device_index,
+            device_type=stream.device_type,
+        )  # fmt: skip
 
     def moments(self, count: int) -> list[Moments]:
         """Events for so many calls; kept for the next block."""
@@ -96,6 +103,7 @@ class DeviceClock:
 
     def head_start(self, calls: int) -> None:
         """Keep the device busy while the host queues a block."""
+        self._use_stream()
         self._spin(HEAD_START_CYCLES * min(calls, HEAD_START_CALLS))
 
     def forget_persisting_lines(self) -> None:
@@ -106,6 +114,7 @@ class DeviceClock:
     def run(self, moments: Moments, invoke: Invoke, prepare: Invoke | None = None) -> Any:
         """Prepare the call, flush the cache, then call between events."""
         stream, record = self.stream, self._record
+        self._use_stream()
         if prepare is not None:
             prepare()
         if self._flush_bytes:
@@ -207,6 +216,8 @@ class DeviceLoop(CallLoop):
         self.clock.wait_for_all()
         self.last_block = request, results
         self.answer(request.nonce, request, results, kernels, busy_ns)
+        # Tensors in reference cycles of the candidate's; what was loaded is too old for this.
+        gc.collect(1)
 
     def traced(self, request: RunBlock) -> tuple[list[tuple[int, int, str]], tuple[BlockReturned, list[Any]]]:
         """A queued block and what the device executed meanwhile: start and length in ns, and name."""

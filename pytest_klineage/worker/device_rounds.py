@@ -19,7 +19,7 @@ from pytest_klineage.records.messages import (
     Sample,
 )
 from pytest_klineage.worker.device_arena import DeviceArena
-from pytest_klineage.worker.device_calls import halves
+from pytest_klineage.worker.device_calls import GRAPH_REPLAYS, halves
 from pytest_klineage.worker.rounds import (
     EARLY_SAMPLES,
     Player,
@@ -86,7 +86,7 @@ class DevicePlayer(Player):
         arena: DeviceArena = self.arenas[block.arena]
         kind = secrets.randbelow(2)
         # Masked, inputs say nothing before their own call; stopped, a thread of the candidate sees nothing come.
-        mask = secrets.randbits(15) | 1
+        mask = secrets.randbelow(1 << 16) - (1 << 15) or 1
         self.freeze(True)
         for index, view in enumerate(block.views):
             prepare(arena, block.first_slot + index, view, kind, defences)
@@ -97,6 +97,7 @@ class DevicePlayer(Player):
         whole, calls = self._samples(block, returned, wall_ns)
         checks: list[Check] = []
         reasons = self._unsettled(returned) if block.alone and "two_clocks" in defences else []
+        # Kept over the checks of the slots, each of which begins anew.
         earlier = self.previous
         for index, view in enumerate(block.views):
             slot = block.first_slot + index
@@ -135,9 +136,11 @@ class DevicePlayer(Player):
         early = {name: (places, flat[name][places]) for name, places in where.items()}
         torch.cuda.synchronize()
         done: Done = self._receive(Done, limit_s, Code.TIMEOUT_RUN, nonce)
-        wanted = len(returned.elapsed_ns) if block.graph else block.calls
+        lengths = (GRAPH_REPLAYS, 0) if block.graph else (block.calls, block.calls)
+        if (len(returned.elapsed_ns), len(returned.settled_ns)) != lengths:
+            raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message="an answer with the times of other calls"))
         times = (*returned.elapsed_ns, returned.span_ns)
-        if not times or len(returned.elapsed_ns) != wanted or min(times) <= 0 or returned.span_ns > wall_ns:
+        if min(times) <= 0 or min(returned.settled_ns, default=0) < 0 or returned.span_ns > wall_ns:
             raise WorkerProblem(
                 Reason(
                     code=Code.CLOCK,

@@ -95,13 +95,13 @@ class Oracle:
         if request.device == "cuda" and self.blocks is None:
             self.blocks = start_on_gpu(self)
         if key not in self.cases:
+            while len(self.cases) >= KEPT_CASES:
+                self.cases.popitem(last=False)
             torch.set_num_threads(request.threads)
-            self.cases[key] = ProblemSet(request)
+            self.cases[key] = self.make_problems(request)
             self.threads = request.threads
             # Between two timed calls one thread is enough: a pool that wakes and sleeps would disturb what comes next.
             torch.set_num_threads(1)
-            while len(self.cases) > KEPT_CASES:
-                self.cases.popitem(last=False)
         self.cases.move_to_end(key)
         self.problems = self.cases[key]
         if self.blocks is None and self.flush_buffer.numel() * 4 != request.flush_bytes:
@@ -115,6 +115,19 @@ class Oracle:
             seconds=self.problems.seconds,
             settings={"oracle_torch": str(torch.__version__)},
         )
+
+    def make_problems(self, request: OpenCase) -> ProblemSet:
+        """The problems of a case; those of other cases make room where memory is short."""
+        try:
+            return ProblemSet(request)
+        except (MemoryError, torch.OutOfMemoryError):
+            if not self.cases:
+                raise
+        # Outside of the clause: its traceback would keep what the failed attempt had made.
+        self.problems = None
+        self.cases.clear()
+        torch.cuda.empty_cache()
+        return ProblemSet(request)
 
     def attach(self, request: Attach) -> Attached:
         """Take over a worker's channel and share memory with it."""
@@ -134,11 +147,14 @@ class Oracle:
         """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
         if self.blocks is None:
             return Player(role, channel), [SharedArena(signature) for signature in signatures]
-        from pytest_klineage.worker.device_arena import DeviceArena
+        from pytest_klineage.worker.device_arena import LEAST_SLOTS, DeviceArena
         from pytest_klineage.worker.device_rounds import DevicePlayer
 
         player = DevicePlayer(role, channel, self.blocks.settle_ns)
-        return player, [DeviceArena(signature) for signature in signatures]
+        # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
+        torch.cuda.empty_cache()
+        own, *also = signatures
+        return player, [DeviceArena(own), *(DeviceArena(signature, most=LEAST_SLOTS) for signature in also)]
 
     def detach(self, request: Detach) -> Attached:
         """Let go of a worker."""

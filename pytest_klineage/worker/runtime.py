@@ -32,7 +32,7 @@ GPU_VARIABLES = (
 )  # fmt: skip
 """What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
 REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
-"""Where a reference keeps what it has compiled. No candidate may write, or even know, these folders."""
+"""Where a reference keeps what it has compiled. No candidate may write to these folders."""
 SYSTEM_PATHS = (
     "/usr",
     "/lib",

@@ -18,12 +18,17 @@ VENDOR_NAMES = (
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128",
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<>>(int)",
     "void cublasLt::splitKreduce_kernel<32, 16>(int)",
+    "ampere_sgemm_128x64_nn",
 )
 FRAMEWORK_NAMES = (
     "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>(int)",
     "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>(int)",
 )
-OWN_NAMES = ("topk_rank_select(float const*, float*, long*)", "matmul_kernel", "Memset (Device)", "Memcpy DtoD")
+OWN_NAMES = (
+    "topk_rank_select(float const*, float*, long*)", "matmul_kernel", "Memset (Device)", "Memcpy DtoD",
+    "void hopper_gemm<128, 256>(CUtensorMap_st)", "my_flashattn(float*)", "gemm_for_ampere_class(float*)",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>(int)",
+)  # fmt: skip
 
 
 def profiled(*kernels: tuple[str, int], busy_ns: int = 1000, claimed_ns: int = 1000, calls: int = 20) -> Profiled:
