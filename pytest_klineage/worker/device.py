@@ -38,7 +38,7 @@ def call(function: Any, *arguments: Any) -> Any:
     from cuda.bindings import driver
 
     error, *values = function(*arguments)
-    if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+    if error.name == "CUDA_ERROR_OUT_OF_MEMORY":
         raise DeviceOutOfMemory(f"{getattr(function, '__name__', function)} found no memory")
     if error != driver.CUresult.CUDA_SUCCESS:
         raise HarnessError(f"{getattr(function, '__name__', function)} failed: {error.name}")
