@@ -105,7 +105,8 @@ def report_of(rows: list[Timed], platform: str) -> str:
     order = [published.name for published in PUBLISHED]
     lines = [
         f"# References on {platform} under `do_bench`\n",
-        f"{rows[-1].machine}, {rows[-1].judged_at}. Published: docs/measured-facts.md, medians of "
+        f"{rows[-1].machine}, {rows[-1].judged_at}. Published: figures kept in this suite, taken on one H200 "
+        "before the gate judged there; medians of "
         f"`triton.testing.do_bench(warmup=25, rep=100)` on one {PUBLISHED_ON}, whose clock drifts by up to 5 % under "
         "load. Triton: the same function today, in a process of its own right before the gate's. The last column is "
         "about the gate and Triton today, or the published figure where Triton has none.\n",
