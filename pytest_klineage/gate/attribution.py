@@ -82,12 +82,15 @@ def foreign_reason(profiled: Profiled, *, own_symbols: Iterable[str] = ()) -> Re
 
 
 def watched_reason(profiled: Profiled, timed_ms: float) -> Reason | None:
-    """A reason when calls take much longer once they are watched: then what was timed was something else."""
-    per_call_ms = profiled.claimed_ns / 1e6 / profiled.calls
+    """A reason when kernels take much longer once they are watched: then what was timed was something else.
+
+    Only the kernels' own time counts: tracing puts microseconds between the kernels of a call.
+    """
+    per_call_ms = profiled.busy_ns / 1e6 / profiled.calls
     if per_call_ms <= max(WATCHED_SHARE * timed_ms, timed_ms + WATCHED_MS):
         return None
     message = (
-        f"a call takes {1e3 * per_call_ms:.1f} us while its kernels are traced, {1e3 * timed_ms:.1f} us when timed"
+        f"a call's kernels take {1e3 * per_call_ms:.1f} us while they are traced, {1e3 * timed_ms:.1f} us when timed"
     )
     return Reason(code=Code.CLOCK, message=message, evidence={"traced_ms": per_call_ms, "timed_ms": timed_ms})
 

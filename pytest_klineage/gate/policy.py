@@ -53,6 +53,14 @@ class Samples(msgspec.Struct, kw_only=True):
         self.novel += other.novel
         self.calls_per_sample = other.calls_per_sample
 
+    def without_first(self, count: int) -> Samples:
+        """These samples of one side without its first `count`, which were calls to warm up."""
+        return Samples(
+            reference=self.reference[count:], candidate=self.candidate[count:],
+            reference_wall=self.reference_wall[count:], candidate_wall=self.candidate_wall[count:],
+            novel=self.novel[count:], calls_per_sample=self.calls_per_sample,
+        )  # fmt: skip
+
 
 class Sampler(Protocol):
     """Runs every role in `order`, `reps` times over, and returns the samples."""
@@ -165,8 +173,7 @@ class Paper(Policy):
     ) -> Outcome:  # fmt: skip
         samples = Samples()
         for index, role in enumerate(SIDES):
-            sample((role,), PAPER_WARMUP)
-            samples.extend(sample((role,), PAPER_REPS))
+            samples.extend(sample((role,), PAPER_WARMUP + PAPER_REPS).without_first(PAPER_WARMUP))
             report((index + 1) * PAPER_REPS, 2 * PAPER_REPS, None)
         corrected = correct(samples)
         return Outcome(
@@ -181,8 +188,9 @@ class Paper(Policy):
 class DoBench(Policy):
     """Counts from milliseconds, as triton.testing.do_bench takes them: 25 ms of warm-up, 100 ms of calls, the median.
 
-    One side after the other, so whatever drifts between them counts as a difference. Unlike Triton's, the estimate
-    leaves the time of the cache flush out.
+    One side after the other, so whatever drifts between them counts as a difference. Warm-up and calls are one queue: a
+    card at its power limit slows down within tens of milliseconds and recovers in any pause. Unlike Triton's, the
+    estimate leaves the time of the cache flush out.
     """
 
     name: ClassVar[str] = "do_bench"
@@ -198,8 +206,8 @@ class DoBench(Policy):
             calls = first.reference or first.candidate
             estimate_ms = max(sum(calls) / len(calls), 1e-3)
             warmup = min(DO_BENCH_MOST, max(1, int(DO_BENCH_WARMUP_MS / estimate_ms)))
-            sample((role,), warmup)
-            samples.extend(sample((role,), min(DO_BENCH_MOST, max(1, int(DO_BENCH_REP_MS / estimate_ms)))))
+            reps = min(DO_BENCH_MOST, max(1, int(DO_BENCH_REP_MS / estimate_ms)))
+            samples.extend(sample((role,), warmup + reps).without_first(warmup))
             warmups.append(DO_BENCH_ESTIMATE + warmup)
             report(index + 1, 2, None)
         corrected = correct(samples)

@@ -96,11 +96,15 @@ def test_copies_alone_are_no_kernel() -> None:
 
 
 def test_a_kernel_that_is_slower_when_watched_was_not_timed() -> None:
-    assert watched_reason(profiled(("own", 1), claimed_ns=20 * 29_000), timed_ms=0.010) is None
-    reason = watched_reason(profiled(("own", 1), claimed_ns=20 * 31_000), timed_ms=0.010)
+    assert watched_reason(profiled(("own", 1), busy_ns=20 * 29_000), timed_ms=0.010) is None
+    reason = watched_reason(profiled(("own", 1), busy_ns=20 * 31_000), timed_ms=0.010)
     assert reason is not None
     assert reason.code is Code.CLOCK
-    assert watched_reason(profiled(("own", 1), claimed_ns=20 * 1_900_000), timed_ms=1.0) is None
+    assert watched_reason(profiled(("own", 1), busy_ns=20 * 1_900_000), timed_ms=1.0) is None
+
+
+def test_gaps_between_kernels_are_the_tracing_itself() -> None:
+    assert watched_reason(profiled(("own", 1), busy_ns=20 * 17_000, claimed_ns=20 * 52_000), timed_ms=0.017) is None
 
 
 @given(st.text(max_size=300))

@@ -196,14 +196,15 @@ def test_paired_reports_the_interval_once_there_is_one() -> None:
 
 def test_paper_takes_25_and_100_calls_of_each_side_the_reference_first() -> None:
     outcome, sampler, _ = measure("paper", noisy(2, 1, 0.05))
-    assert sampler.requests == [
-        (("reference",), 25),
-        (("reference",), 100),
-        (("candidate",), 25),
-        (("candidate",), 100),
-    ]
+    assert sampler.requests == [(("reference",), 125), (("candidate",), 125)]
     assert (outcome.warmup, outcome.stopped) == (25, "fixed count")
     assert len(outcome.samples.reference) == len(outcome.samples.candidate) == 100
+
+
+def test_warm_up_calls_are_in_the_same_queue_and_no_samples() -> None:
+    outcome, _, _ = measure("paper", lambda _role, call: 9.0 if call % 125 < 25 else 1.0)
+    assert set(outcome.samples.reference) == set(outcome.samples.candidate) == {1.0}
+    assert len(outcome.samples.reference_wall) == 100
 
 
 def test_paper_gives_the_ratio_of_the_medians() -> None:
@@ -220,8 +221,8 @@ def test_paper_does_not_look_at_the_time() -> None:
 def test_do_bench_fills_25_and_100_milliseconds_with_calls() -> None:
     outcome, sampler, _ = measure("do_bench", lambda role, _call: 2.0 if role == "reference" else 0.5)
     assert sampler.requests == [
-        (("reference",), 5), (("reference",), 12), (("reference",), 50),
-        (("candidate",), 5), (("candidate",), 50), (("candidate",), 200),
+        (("reference",), 5), (("reference",), 62),
+        (("candidate",), 5), (("candidate",), 250),
     ]  # fmt: skip
     assert outcome.interval.estimate == 4.0
     assert (outcome.warmup, outcome.stopped) == (17, "fixed time")
@@ -229,7 +230,7 @@ def test_do_bench_fills_25_and_100_milliseconds_with_calls() -> None:
 
 def test_do_bench_takes_at_least_one_call_of_a_slow_kernel() -> None:
     outcome, sampler, _ = measure("do_bench", lambda _role, _call: 500.0)
-    assert [reps for _role, reps in sampler.requests] == [5, 1, 1, 5, 1, 1]
+    assert [reps for _role, reps in sampler.requests] == [5, 2, 5, 2]
     assert len(outcome.samples.reference) == 1
 
 
