@@ -237,9 +237,17 @@ class Judgement:
 
     def _start(self, role: str, job: Job, preload: str) -> Attached:
         self.bench.report("start", f"starting the {role}")
+        self._launch(role, job, preload)
+        return self._attach(role)
+
+    def _launch(self, role: str, job: Job, preload: str) -> None:
+        """Start a worker's process, which loads its kernel without being asked."""
         self.jobs[role] = job, preload
-        worker = Worker(self.processes.template(preload), job)
-        self.workers[role] = worker
+        self.workers[role] = Worker(self.processes.template(preload), job)
+
+    def _attach(self, role: str) -> Attached:
+        """Wait until a worker has loaded its kernel, and have the oracle take it over."""
+        worker = self.workers[role]
         fds = [worker.oracle_end.fileno()]
         # A reference may tune itself when it starts: FLA takes half a minute.
         slow = role == "reference" and self.bench.place.device != "cpu"
@@ -335,7 +343,10 @@ class Judgement:
             raise Rejected(*found.reasons)
 
     def renew(self) -> None:
-        """Start both sides again, in new processes, with the jobs they had."""
+        """Start both sides again, in new processes that load at the same time, with the jobs they had.
+
+        The reference keeps the variant that it has chosen.
+        """
         for role in ("reference", "candidate"):
             worker = self.workers[role]
             self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
@@ -343,7 +354,12 @@ class Judgement:
             if role == "candidate":
                 self.libraries |= set(ended.libraries)
                 self.log = self.log or findings.clean(worker.log.text())
-            self._start(role, *self.jobs[role])
+            job, preload = self.jobs[role]
+            if role == "reference":
+                job = msgspec.structs.replace(job, variant=self.reference_facts.get("variant", ""))
+            self._launch(role, job, preload)
+        for role in ("reference", "candidate"):
+            self._attach(role)
 
     def _look_for_libraries(self) -> None:
         ended = self.workers["candidate"].end()

@@ -19,8 +19,6 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
-LEAST_STARTS = 4
-"""Pairs of processes before sampling may stop because it is precise, where processes are renewed at all."""
 SIDES = ("reference", "candidate")
 PAPER_WARMUP, PAPER_REPS = 25, 100
 DO_BENCH_ESTIMATE = 5
@@ -68,6 +66,19 @@ class Sampler(Protocol):
     def __call__(self, order: tuple[str, ...], reps: int) -> Samples: ...
 
 
+class Renewal(Protocol):
+    """Starts both sides in new processes between pairs."""
+
+    warmup: int
+    """What each side repeats, untimed, after a start."""
+
+    def renew(self, samples: Samples) -> bool:
+        """Start both sides anew when it is time, and say whether that was done."""
+
+    def enough(self, samples: Samples) -> bool:
+        """Whether there were starts enough for sampling to stop because it is precise."""
+
+
 class Outcome(msgspec.Struct, kw_only=True):
     """What a policy measured."""
 
@@ -80,9 +91,6 @@ class Outcome(msgspec.Struct, kw_only=True):
 
 Correct: TypeAlias = Callable[[Samples], Samples]
 """What to do to raw samples before statistics see them."""
-
-Renew: TypeAlias = Callable[[], bool]
-"""Called between two blocks of pairs: starts both sides in new processes when it is time, and says whether it did."""
 
 Report: TypeAlias = Callable[[int, int, Interval | None], None]
 """Progress: samples so far, samples expected, the interval so far."""
@@ -98,7 +106,7 @@ class Policy(ABC):
     @abstractmethod
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
+        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         """Sample until the policy is satisfied or out of time."""
 
@@ -113,7 +121,7 @@ class Paired(Policy):
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
+        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         order = random.SystemRandom()
         sample(SIDES, PAIRED_WARMUP)
@@ -127,17 +135,15 @@ class Paired(Policy):
             if pairs >= look:
                 interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
                 look = statistics.next_look(pairs)
-                if statistics.precise_enough(interval, precision) and (
-                    renew is None or len(samples.starts) >= LEAST_STARTS
-                ):
+                if statistics.precise_enough(interval, precision) and (renewal is None or renewal.enough(samples)):
                     stopped = "precise"
                     break
             report(pairs, look, interval)
             if pairs >= LEAST_PAIRS and out_of_time():
                 break
-            if renew is not None and renew():
+            if renewal is not None and renewal.renew(samples):
                 samples.starts.append(pairs)
-                sample(SIDES, PAIRED_WARMUP)
+                sample(SIDES, renewal.warmup)
         else:
             stopped = "pair limit"
         return Outcome(
@@ -169,7 +175,7 @@ class Paper(Policy):
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
+        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         samples = Samples()
         for index, role in enumerate(SIDES):
@@ -198,7 +204,7 @@ class DoBench(Policy):
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renew: Renew | None = None,
+        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         samples, warmups = Samples(), []
         for index, role in enumerate(SIDES):

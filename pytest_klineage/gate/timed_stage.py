@@ -9,8 +9,9 @@ from pytest_klineage.errors import HarnessError
 from pytest_klineage.gate import attribution, findings
 from pytest_klineage.gate.locks import machine_lock
 from pytest_klineage.gate.places import Surroundings, Watch
-from pytest_klineage.gate.policy import POLICIES, Outcome, Renew, Samples
+from pytest_klineage.gate.policy import POLICIES, Outcome, Paired, Samples
 from pytest_klineage.gate.rejection import Rejected
+from pytest_klineage.gate.renewal import renewal_for
 from pytest_klineage.gate.statistics import median
 from pytest_klineage.records import Interval, Reason, Timing
 from pytest_klineage.records.messages import Opened, Problem, Profiled, ProfileRequest, Timed, TimeRequest
@@ -19,9 +20,6 @@ from pytest_klineage.surfaces import surface_backend
 if TYPE_CHECKING:
     from pytest_klineage.gate.judgement import Judgement
 
-RENEWALS = 6
-LEAST_BETWEEN_RENEWALS_S, MOST_BETWEEN_RENEWALS_S = 0.33, 1.0
-"""A renewal takes about 0.15 s, and as long again to warm both sides up."""
 PROFILE_DEADLINE_S = 90.0
 """Starting the device's profiler in a process takes seconds, once."""
 CALL_SLACK_S = 30.0
@@ -70,29 +68,10 @@ class TimedStage:
             confidence=self.judgement.settings.confidence,
             out_of_time=lambda: time.monotonic() - started > self.judgement.settings.time_limit_s,
             report=report,
-            renew=self._renewal() if policy.mode == "block" else None,
-        )
-
-    def _renewal(self) -> Renew | None:
-        """What starts both sides in new processes, six times in a time limit that has room for it.
-
-        On a GPU a start takes seconds; there the two sides keep their processes.
-        """
-        every_s = self.judgement.settings.time_limit_s / RENEWALS
-        if every_s < LEAST_BETWEEN_RENEWALS_S or self.judgement.bench.place.device != "cpu":
-            return None
-        last = time.monotonic()
-
-        def renew() -> bool:
-            """Renew both sides when it is time, and say whether that was done."""
-            nonlocal last
-            if time.monotonic() - last < min(every_s, MOST_BETWEEN_RENEWALS_S):
-                return False
-            self.judgement.renew()
-            last = time.monotonic()
-            return True
-
-        return renew
+            renewal=renewal_for(
+                self.judgement.bench.place.device, self.judgement.settings.time_limit_s, self.judgement.renew
+            ) if isinstance(policy, Paired) else None,
+        )  # fmt: skip
 
     def _sample(self, order: tuple[str, ...], reps: int, mode: str) -> Samples:
         deadline = self.judgement.settings.run_timeout_s

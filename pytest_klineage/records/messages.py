@@ -34,6 +34,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Make every framework operation that computes raise."""
     flush_bytes: int = 0
     """On a GPU the worker itself writes this much between two timed calls, on the stream of the calls."""
+    variant: str = ""
+    """Of a reference that has been chosen already; empty to compare its variants."""
 
 
 # --- oracle to worker -------------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ class Trial:
     """Canonical name of the platform, such as "sm90"."""
     inputs: Tensors
     outputs: Tensors
+    only: str = ""
+    """Name of a variant that was chosen before; empty to compare all."""
 
     @property
     def device(self) -> torch.device:

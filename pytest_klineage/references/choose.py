@@ -84,8 +84,11 @@ def choose(
     """The fastest variant that may be charged (default: any); the process is left with that variant's flags.
 
     A variant that raises RuntimeError or ValueError while it is warmed up is left out and recorded. Raises HarnessError
-    when none is left that may be charged.
+    when none is left that may be charged. Where the trial names one that was chosen before, that one is warmed up and
+    taken.
     """
+    if trial.only:
+        return chosen_before(variants, trial)
     defaults = read_flags({name for variant in variants.values() for name in variant.flags})
     failures: dict[str, str] = {}
     ready: dict[str, Tensors] = {}
@@ -110,6 +113,16 @@ def choose(
     best = min(eligible, key=medians.__getitem__)
     write_flags({**defaults, **variants[best].flags})
     return Choice(best, variants[best], medians, failures)
+
+
+def chosen_before(variants: Mapping[str, Variant], trial: Trial) -> Choice:
+    """The variant that the trial names, warmed up under its flags. Raises HarnessError when there is none."""
+    if trial.only not in variants:
+        raise HarnessError(f"the reference has no variant {trial.only!r} any more; it has {', '.join(variants)}")
+    variant = variants[trial.only]
+    write_flags({**read_flags(set(variant.flags)), **variant.flags})
+    warmed_up(variant, trial)
+    return Choice(trial.only, variant, {})
 
 
 def warmed_up(variant: Variant, trial: Trial) -> Tensors:

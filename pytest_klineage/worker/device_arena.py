@@ -19,9 +19,9 @@ ALIGNMENT = 512
 """As torch's own allocator gives it: no library may be slower here than where its users call it."""
 SLOTS = 20
 """Calls of one block: each has memory of its own, so that no call meets another's outputs or a cached input."""
-LEAST_SLOTS = 2
-ARENA_BYTES = 5 << 30
-"""Large problems get fewer slots than that, so that all of them fit in this."""
+LEAST_SLOTS = 3
+ARENA_BYTES = 1 << 30
+"""Large problems get fewer slots than that, so that all of them fit in this: each costs a comparison per block."""
 
 
 class DeviceArena:

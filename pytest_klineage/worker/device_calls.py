@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -32,9 +33,12 @@ from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker import device
 from pytest_klineage.worker.calls import CallLoop
 
-HEAD_START_CYCLES = 250_000
+HEAD_START_CYCLES, HEAD_START_MOST = 250_000, 4_000_000
 """The device spins for so many of its cycles per call (0.15 ms) before a block begins: by then the calls are queued,
-and no call's time is that of the host's launching it."""
+and no call's time is that of the host's launching it. Where queueing took longer last time, it spins longer, up to the
+second figure."""
+CYCLES_PER_NS = 2
+"""Of the device's clock, at most; with half as much again for a host that is slower next time."""
 HEAD_START_KERNEL = "spin_kernel"
 """How a profile names it."""
 MASK_KERNEL = "BitwiseXor"
@@ -78,6 +82,7 @@ class DeviceClock:
         self._flush = torch.empty(max(1, flush_bytes), dtype=torch.uint8, device="cuda")
         self._flush_address, self._flush_bytes = self._flush.data_ptr(), flush_bytes
         self._events: list[Moments] = []
+        self._head_start_cycles = HEAD_START_CYCLES
         self.begin = device.call(driver.cuEventCreate, 0)
         """A block's beginning, before the head start."""
         self._new_event, self._record, self._wait = driver.cuEventCreate, driver.cuEventRecord, driver.cuStreamWaitEvent
@@ -104,7 +109,12 @@ class DeviceClock:
     def head_start(self, calls: int) -> None:
         """Keep the device busy while the host queues a block."""
         self._use_stream()
-        self._spin(HEAD_START_CYCLES * min(calls, HEAD_START_CALLS))
+        self._spin(self._head_start_cycles * min(calls, HEAD_START_CALLS))
+
+    def plan_head_start(self, queueing_ns: int, calls: int) -> None:
+        """Make the next head start long enough for a host that took so long to queue so many calls."""
+        needed = 3 * CYCLES_PER_NS * queueing_ns // (2 * calls)
+        self._head_start_cycles = min(max(HEAD_START_CYCLES, needed), HEAD_START_MOST)
 
     def forget_persisting_lines(self) -> None:
         """Take back what part of the L2 a kernel may have reserved for its own data."""
@@ -238,10 +248,12 @@ class DeviceLoop(CallLoop):
             # A long queue is what do_bench times: calls that the host cannot keep up with take as long as there.
             clock.head_start(len(moments))
         seen: set[int] = set()
+        started = time.perf_counter_ns()
         for events, slot in zip(moments, request.slots, strict=True):
             prepare = None if slot in seen else functools.partial(mapping.prepare, slot, request.mask)
             seen.add(slot)
             results.append(clock.run(events, calls[slot], prepare))
+        clock.plan_head_start(time.perf_counter_ns() - started, len(moments))
         clock.wait()
         returned = BlockReturned(
             nonce=request.nonce,

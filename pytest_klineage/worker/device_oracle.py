@@ -34,11 +34,15 @@ def is_late(reasons: tuple[Reason, ...]) -> bool:
     return bool(reasons) and all(reason.code is Code.LATE_WORK for reason in reasons)
 
 
-def settle_time_ns() -> int:
-    """Median time between the end of an empty call and the moment when the device has nothing left to do."""
+def settle_time_ns(*, head_start: bool = True) -> int:
+    """Median time between the end of an empty call and the moment when the device has nothing left to do.
+
+    Without a head start the device waits for the host in between, as it does after a call that waits for the device.
+    """
     clock = DeviceClock(0)
     moments = clock.moments(SETTLE_CALLS)
-    clock.head_start(SETTLE_CALLS)
+    if head_start:
+        clock.head_start(SETTLE_CALLS)
     for events in moments:
         clock.run(events, lambda: None)
     clock.wait()
@@ -54,6 +58,7 @@ class Blocks:
         self.oracle = oracle
         # The least of three: another gate may have been at work on the GPU during one of them.
         self.settle_ns = min(settle_time_ns() for _ in range(3))
+        self.host_bound_ns = max(settle_time_ns(head_start=False) for _ in range(3))
 
     def check(self, request: CheckRequest, arena: int) -> Checked:
         """One planned check as a block of a single call."""

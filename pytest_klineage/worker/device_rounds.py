@@ -76,10 +76,12 @@ class DevicePlayer(Player):
 
     arenas: Sequence[DeviceArena]
 
-    def __init__(self, role: str, channel: Any, settle_ns: int) -> None:
+    def __init__(self, role: str, channel: Any, settle_ns: int, host_bound_ns: int) -> None:
         super().__init__(role, channel)
         self.settle_ns = settle_ns
         """How long an idle device takes to find itself idle, by the oracle's own measurement."""
+        self.host_bound_ns = host_bound_ns
+        """The same where the device waits for the host."""
 
     def run_block(self, block: Block, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
         """Run a block on prepared memory and compare every slot."""
@@ -177,7 +179,7 @@ class DevicePlayer(Player):
             return []
         middle = len(returned.elapsed_ns) // 2
         own, after = sorted(returned.elapsed_ns)[middle], sorted(returned.settled_ns)[middle]
-        if after <= 2 * self.settle_ns + max(LATE_SHARE * own, LATE_NS):
+        if after <= 2 * self.settle_ns + max(LATE_SHARE * own, LATE_NS, 2 * self.host_bound_ns):
             return []
         message = f"the device went on for {after / 1e3:.1f} us after the {own / 1e3:.1f} us of the call's own stream"
         return [Reason(code=Code.LATE_WORK, message=message, evidence={"own_ns": own, "after_ns": after})]

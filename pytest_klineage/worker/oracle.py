@@ -150,7 +150,7 @@ class Oracle:
         from pytest_klineage.worker.device_arena import LEAST_SLOTS, DeviceArena
         from pytest_klineage.worker.device_rounds import DevicePlayer
 
-        player = DevicePlayer(role, channel, self.blocks.settle_ns)
+        player = DevicePlayer(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
         torch.cuda.empty_cache()
         own, *also = signatures

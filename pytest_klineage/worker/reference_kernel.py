@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.errors import MissingDependency
@@ -33,7 +34,7 @@ class ReferenceKernel(Loaded):
             if job.platform == "cpu":
                 self._call = chosen.prepare(job.case)
             else:
-                self._call = prepared_on_gpu(job.case, job.platform)
+                self._call = prepared_on_gpu(job.case, job.platform, job.variant)
         except MissingDependency as missing:
             # The judge knows an absent module by these words, whoever misses it, and skips with the remedy.
             raise ModuleNotFoundError(f"No module named {missing.what!r}") from None
@@ -75,11 +76,11 @@ class Converted:
         return self._variant.call(self._ready, self._outputs)
 
 
-def prepared_on_gpu(case: KernelCase, platform: str) -> Call:
-    """The prepared call, after its variants have run on random tensors of the case, whose memory is given back."""
+def prepared_on_gpu(case: KernelCase, platform: str, only: str = "") -> Call:
+    """The prepared call, after its variants, or the one named, ran on random tensors, whose memory is given back."""
     import torch
 
-    call = reference(case.reference).prepare(case, trial_of(case, platform))
+    call = reference(case.reference).prepare(case, replace(trial_of(case, platform), only=only))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return call

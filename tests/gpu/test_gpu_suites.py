@@ -116,7 +116,7 @@ def test_the_table_of_verdict_times_has_its_targets() -> None:
         half_widths=(0.01, 0.02, 0.01), codes=("accepted.faster",), machine="NVIDIA H200", judged_at="now",
     )  # fmt: skip
     table = verdict_time.report_of(figures, "sm90")
-    assert "| a warm verdict, median (largest) | 2.50 s (3.00 s) | 10 s |" in table
+    assert "| a warm verdict, median (largest) | 2.50 s (3.00 s) | 5 s |" in table
     assert "| beside them | 1.50 s (2.00 s) | 3 s |" in table
 
 

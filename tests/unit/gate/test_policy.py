@@ -10,7 +10,6 @@ import pytest
 
 from pytest_klineage.gate.policy import (
     LEAST_PAIRS,
-    LEAST_STARTS,
     MAX_PAIRS,
     MIN_PAIRS,
     PAIRED_WARMUP,
@@ -272,6 +271,9 @@ def test_two_sets_of_samples_share_nothing() -> None:
     assert Samples().reference == []
 
 
+LEAST_STARTS = 4
+
+
 # --- processes that are renewed ---------------------------------------------------------------------------------------
 
 
@@ -279,13 +281,20 @@ def renewed(cost: Callable[[str, int], float], *, every: int, precision: float =
     """The paired policy with a renewal after every so many questions; the pairs at which the policy asked."""
     sampler, asked = ScriptedSampler(cost), []
 
-    def renew() -> bool:
-        asked.append(len(sampler.calls))
-        return len(asked) % every == 0
+    class EveryFew:
+        warmup = 3
+
+        def renew(self, samples: Samples) -> bool:
+            asked.append(len(sampler.calls))
+            return len(asked) % every == 0
+
+        def enough(self, samples: Samples) -> bool:
+            return len(samples.starts) >= LEAST_STARTS
 
     outcome = POLICIES["paired"].measure(
-        sampler, unchanged, precision=precision, confidence=0.95, out_of_time=never, report=lambda *_: None, renew=renew
-    )
+        sampler, unchanged, precision=precision, confidence=0.95, out_of_time=never, report=lambda *_: None,
+        renewal=EveryFew(),
+    )  # fmt: skip
     return outcome, asked
 
 

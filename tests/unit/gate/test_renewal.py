@@ -1,0 +1,53 @@
+"""When both sides are started anew: by time on a CPU, by count on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_klineage.gate import renewal
+from pytest_klineage.gate.policy import Samples
+from pytest_klineage.gate.renewal import CountedRenewal, TimedRenewal, renewal_for
+
+
+def pairs(count: int, milliseconds: float, starts: list[int]) -> Samples:
+    """So many pairs of that length."""
+    return Samples(reference=[milliseconds] * count, candidate=[milliseconds] * count, starts=starts)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "every", "starts"),
+    [(0.02, renewal.GPU_PAIRS_SHORT, renewal.GPU_STARTS_SHORT), (1.0, renewal.GPU_PAIRS, renewal.GPU_STARTS)],
+)
+def test_on_a_gpu_starts_are_counted(milliseconds: float, every: int, starts: int) -> None:
+    begun: list[int] = []
+    chosen = CountedRenewal(lambda: begun.append(1))
+    samples = pairs(0, milliseconds, [0])
+    for count in range(2, 100, 2):
+        samples = pairs(count, milliseconds, samples.starts)
+        assert chosen.enough(samples) == (len(samples.starts) >= starts)
+        if chosen.renew(samples):
+            samples.starts.append(count)
+    assert len(begun) == starts - 1
+    assert samples.starts == [every * index for index in range(starts)]
+
+
+def test_on_a_cpu_starts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = {"now": 0.0}
+    monkeypatch.setattr(renewal.time, "monotonic", lambda: clock["now"])
+    begun: list[float] = []
+    chosen = TimedRenewal(0.5, lambda: begun.append(clock["now"]))
+    samples = pairs(2, 1.0, [0])
+    assert not chosen.renew(samples)
+    clock["now"] = 0.6
+    assert chosen.renew(samples)
+    assert not chosen.renew(samples)
+    assert begun == [0.6]
+    assert not chosen.enough(samples)
+    assert chosen.enough(pairs(8, 1.0, [0, 2, 4, 6]))
+
+
+def test_a_time_limit_without_room_has_no_renewals() -> None:
+    assert renewal_for("cpu", 0.5, lambda: None) is None
+    assert renewal_for("cuda", 0.5, lambda: None) is None
+    assert isinstance(renewal_for("cpu", 10.0, lambda: None), TimedRenewal)
+    assert isinstance(renewal_for("cuda", 10.0, lambda: None), CountedRenewal)
