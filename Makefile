@@ -58,7 +58,7 @@ main-tier: $(STAMP) | check-compiler
 
 build-kernels: $(STAMP) | check-compiler
 	@set -e; for platform in $(PLATFORMS); do \
-	  $(BIN)/python -m pytest suites/main_tier --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
+	  $(BIN)/python -m pytest suites/main_tier suites/gdn_case_study --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
 
 gate-quality: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)

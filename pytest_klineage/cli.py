@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_klineage import __version__
 from pytest_klineage.cli_cards import add_cards
+from pytest_klineage.cli_compare import add_compare
 from pytest_klineage.cli_lineage import add_lineage
+from pytest_klineage.cli_report import add_report
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -65,18 +67,14 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--cache-dir", metavar="DIR", type=Path, help="the cache folder to look at")
     doctor.set_defaults(command=run_doctor)
 
-    report = commands.add_parser("report", help="rebuild the speedup table of a run from its records")
-    report.add_argument("run", metavar="RUN", help="a run's directory or its records.jsonl; or: latest (in results/)")
-    report.add_argument("--markdown", action="store_true", help="write Markdown instead of a terminal table")
-    report.add_argument("--output", metavar="FILE", type=Path, help="write to FILE instead of the standard output")
-    report.set_defaults(command=run_report)
-
+    add_report(commands)
     schema = commands.add_parser("schema", help="print the JSON Schema of a record")
     schema.add_argument("name", nargs="?", default="record", metavar="RECORD", help=f"one of {', '.join(RECORDS)}")
     schema.set_defaults(command=run_schema)
 
     cases = commands.add_parser("cases", help="list operators with their axes, options and shapes, and the references")
     cases.set_defaults(command=run_cases)
+    add_compare(commands)
     add_lineage(commands)
     add_cards(commands)
     return parser
@@ -89,31 +87,6 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     findings = examine(arguments.cache_dir)
     _say("\n".join(finding_lines(findings)) + "\n")
     return OK if cpu_ready(findings) else FAILED
-
-
-def run_report(arguments: argparse.Namespace) -> int:
-    """`report`."""
-    from pytest_klineage.report.tables import markdown_report, terminal_report
-    from pytest_klineage.results import list_runs, read_run
-
-    path = Path(arguments.run)
-    if arguments.run == "latest" and not path.exists():
-        runs = list_runs(Path("results"))
-        if not runs:
-            raise UsageError("there is no run in results/runs; give the run's directory")
-        path = runs[-1]
-    if not path.exists():
-        raise UsageError(f"{path} is not there; give a run's directory, its records.jsonl, or: latest")
-    run = read_run(path)
-    text = markdown_report(run) if arguments.markdown else terminal_report(run)
-    if arguments.output is None:
-        _say(text)
-        return OK
-    try:
-        arguments.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{arguments.output} cannot be written: {error.strerror or error}") from error
-    return OK
 
 
 def run_schema(arguments: argparse.Namespace) -> int:

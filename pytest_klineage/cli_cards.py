@@ -44,6 +44,7 @@ def add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     show.add_argument("name", metavar="NAME", help="a card's name")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--prompt", action="store_true", help="the nine fields as they go into a prompt")
+    form.add_argument("--trials", action="store_true", help="its verification log: what was tried where, how it ended")
     form.add_argument("--json", action="store_true", help="the record")
     show.set_defaults(command=run_show)
 
@@ -95,6 +96,8 @@ def run_show(arguments: argparse.Namespace) -> int:
         _say(record_json(card).decode())
     elif arguments.prompt:
         _say(prompt_text(card))
+    elif arguments.trials:
+        _say("".join(f"{line}\n" for line in _trial_lines(card)))
     else:
         _say("".join(f"{line}\n" for line in _wrapped_markdown(skill_markdown(card))))
     return OK
@@ -141,6 +144,22 @@ def _row(card: SkillCard) -> list[str]:
     return [
         _shortened(card.name, 30), card.status.value, card.category.value, effect, _shortened(", ".join(where), 22)
     ]  # fmt: skip
+
+
+def _trial_lines(card: SkillCard) -> Iterable[str]:
+    """The card's state in a line, then every trial with its place, its outcome, its figures and its note."""
+    from pytest_klineage.library.rendering import place, speedup_text
+
+    won = f"{len(card.successes)} held out and won"
+    yield f"{card.name}: {card.status.value}, {_counted(len(card.log), 'trial')}, {won}"
+    for number, trial in enumerate(card.log, start=1):
+        code = f" ({trial.code.value})" if trial.code is not None else ""
+        where = f"{place(trial.context)}{'' if trial.held_out else ', not held out'}"
+        yield from _wrapped(f"{number:3d}. {trial.outcome.value}{code} on {where}", "     ")
+        facts = [speedup_text(trial.speedup) if trial.speedup is not None else "", trial.tried_at, trial.method]
+        facts += [trial.source_digest[:12], "imported" if trial.imported else ""]
+        for text in ("; ".join(fact for fact in facts if fact), trial.note):
+            yield from (_wrapped(f"     {text}", "     ") if text else ())
 
 
 def _counted(number: int, noun: str) -> str:

@@ -10,6 +10,9 @@ from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
 from pytest_klineage.operators.conv2d import Conv2d
 from pytest_klineage.operators.fmha import Fmha
 from pytest_klineage.operators.gdn import Gdn
+from pytest_klineage.operators.gdn_cumsum import GdnCumsum
+from pytest_klineage.operators.gdn_fused_fwd import GdnFusedFwd
+from pytest_klineage.operators.gdn_kkt_solve import GdnKktSolve
 from pytest_klineage.operators.gemm import Gemm
 from pytest_klineage.operators.shapes import PAPER_SHAPES
 from pytest_klineage.operators.topk import TopK
@@ -17,7 +20,10 @@ from pytest_klineage.records import KernelCase, LibraryPolicy, Option
 
 __all__ = ["DEFAULT_REGIME", "OPERATORS", "PAPER_SHAPES", "Operator", "make_case", "operator", "paper_case"]
 
-OPERATORS: dict[str, Operator] = {chosen.name: chosen for chosen in (Gemm(), Conv2d(), Fmha(), TopK(), Gdn())}
+OPERATORS: dict[str, Operator] = {
+    chosen.name: chosen
+    for chosen in (Gemm(), Conv2d(), Fmha(), TopK(), Gdn(), GdnCumsum(), GdnKktSolve(), GdnFusedFwd())
+}
 
 
 def operator(name: str) -> Operator:

@@ -1,4 +1,7 @@
-"""The paper's five operators at the sizes of its GPU tier, of the CPU tier that runs anywhere, and at small ones."""
+"""The paper's five operators and the three phases of its gdn: sizes of its GPU tier, of the CPU tier, and small ones.
+
+The CPU tier runs anywhere.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,18 @@ PAPER_SHAPES: dict[str, dict[str, Sized]] = {
         "gpu": ((16, 48, 128, 64, 4096), "bf16", {}),
         "cpu": ((4, 12, 64, 64, 512), "fp32", {}),
     },
+    "gdn_cumsum": {
+        "gpu": ((48, 64, 4096), "fp32", {}),
+        "cpu": ((12, 64, 4096), "fp32", {}),
+    },
+    "gdn_kkt_solve": {
+        "gpu": ((16, 48, 128, 64, 4096), "bf16", {}),
+        "cpu": ((4, 12, 64, 64, 512), "fp32", {}),
+    },
+    "gdn_fused_fwd": {
+        "gpu": ((16, 48, 128, 64, 4096), "bf16", {}),
+        "cpu": ((4, 12, 64, 64, 512), "fp32", {}),
+    },
 }
 """By operator and tier."""
 
@@ -49,6 +64,18 @@ SMALL_SHAPES: dict[str, dict[str, Sized]] = {
         "cpu": ((4, 256, 32), "fp32", {}),
     },
     "gdn": {
+        "gpu": ((1, 3, 128, 64, 192), "bf16", {}),
+        "cpu": ((1, 3, 32, 16, 96), "fp32", {}),
+    },
+    "gdn_cumsum": {
+        "gpu": ((48, 64, 192), "fp32", {}),
+        "cpu": ((3, 16, 96), "fp32", {}),
+    },
+    "gdn_kkt_solve": {
+        "gpu": ((1, 3, 128, 64, 192), "bf16", {}),
+        "cpu": ((1, 3, 32, 16, 96), "fp32", {}),
+    },
+    "gdn_fused_fwd": {
         "gpu": ((1, 3, 128, 64, 192), "bf16", {}),
         "cpu": ((1, 3, 32, 16, 96), "fp32", {}),
     },

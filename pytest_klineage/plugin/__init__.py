@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
-from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
+from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_models, klineage_session
 from pytest_klineage.plugin.hooks import Hooks
 from pytest_klineage.plugin.markers import MARKER_LINE, pytest_pycollect_makeitem
-from pytest_klineage.plugin.options import add_options
+from pytest_klineage.plugin.options import COMPARING_NAMES, add_options
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 
 __all__ = [
     "kernel_gate",
     "klineage_case",
+    "klineage_models",
     "klineage_session",
+    "pytest_addhooks",
     "pytest_addoption",
     "pytest_configure",
     "pytest_pycollect_makeitem",
@@ -27,6 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
 
 
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Declare the hooks that this plugin calls."""
+    from pytest_klineage.plugin import hookspecs
+
+    pluginmanager.add_hookspecs(hookspecs)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and this process's state; check the names in options before anything is collected."""
     config.addinivalue_line("markers", MARKER_LINE)
@@ -34,3 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if session.settings.given:
         session.check()
     config.pluginmanager.register(Hooks(session), "klineage-hooks")
+    if not set(COMPARING_NAMES).isdisjoint(session.settings.given):
+        from pytest_klineage.plugin.baselines import register_baselines
+
+        register_baselines(session)

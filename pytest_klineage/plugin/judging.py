@@ -74,6 +74,9 @@ class KernelGate:
             trouble = error
         else:
             self._keep(verdict)
+            self._item.ihook.pytest_klineage_judged(
+                item=self._item, case=chosen, source=source, verdict=verdict, platforms=_names(platforms)
+            )
             self._settle(verdict)
             return verdict
         # Outside of the handler, so that pytest shows the message without the chain of exceptions.
@@ -129,9 +132,7 @@ class KernelGate:
     def _judge(
         self, case: KernelCase, source: KernelSource, rival: KernelSource | None, platforms: Sequence[str]
     ) -> Verdict:
-        if isinstance(platforms, str):
-            raise UsageError(f"platforms= is a sequence of names, got the string {platforms!r}")
-        names = tuple(platform_name(name) for name in platforms)
+        names = _names(platforms)
         progress = self.session.progress
         if progress is not None:
             progress.begin(f"{case.id} {source.label}".rstrip())
@@ -161,6 +162,13 @@ class KernelGate:
             pytest.skip(f"klineage: {trouble}")
         known = isinstance(trouble, MissingDependency | UsageError)
         pytest.fail(f"klineage: {trouble}" if known else fault(trouble), pytrace=False)
+
+
+def _names(platforms: Sequence[str]) -> tuple[str, ...]:
+    """Canonical names of the platforms that a kernel was written for. Raises UsageError."""
+    if isinstance(platforms, str):
+        raise UsageError(f"platforms= is a sequence of names, got the string {platforms!r}")
+    return tuple(platform_name(name) for name in platforms)
 
 
 def fault(trouble: KlineageError) -> str:

@@ -13,12 +13,15 @@ from typing import Any, Literal, TypeAlias
 
 import pytest
 
+from pytest_klineage.errors import UsageError
+
 Parser: TypeAlias = Callable[[str], Any]
 
 MODES = ("gate", "record")
 STAGES = ("all", "compile")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRESS = ("auto", "on", "off")
+LLM_BACKENDS = ("none", "anthropic", "command", "exchange", "replay")
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
 
@@ -83,6 +86,17 @@ def sanitizers(text: str) -> str:
     for name in text.split(","):
         if name not in (*SANITIZERS, "all"):
             raise argparse.ArgumentTypeError(f"{name!r} is not one of: {', '.join(SANITIZERS)}, all")
+    return text
+
+
+def slower(text: str) -> str:
+    """A parser that takes how much slower a kernel may have become, such as slower:3%."""
+    from pytest_klineage.report.compare import read_tolerance
+
+    try:
+        read_tolerance(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     return text
 
 
@@ -157,6 +171,35 @@ OPTIONS = (
         " on: the same, without waiting. (default: auto)",
     ),
     Option("json", "PATH", word, "Write all records and the summary of this run to PATH as one JSON file"),
+    Option("save", "NAME", word, "Pin this run's timings as the baseline NAME, in the results folder"),
+    Option("compare", "NAME", word, "Compare with the baseline NAME of this platform and device"),
+    Option(
+        "compare-fail", "slower:PERCENT", slower,
+        "Fail a kernel whose whole interval is slower by more, or that could not be compared (default: advisory,"
+        " nothing fails)",
+    ),
+    Option(
+        "base", "DIR", word, "Judge each changed kernel also against its older version in DIR, a checkout of the base"
+    ),
+    Option(
+        "summary", "FILE", word,
+        "Write the comparisons and the table of this run to FILE as Markdown (default with the options above: what"
+        " $GITHUB_STEP_SUMMARY names)",
+    ),
+    Option(
+        "llm", "BACKEND", one_of(*LLM_BACKENDS),
+        "Language model of suites that need one: none, anthropic, command, exchange or replay (default: none)",
+    ),
+    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where nobody is paid"),
+    Option("budget", "USD", number(float, 0), "Dollars that one optimization may spend (default: 10)"),
+    Option("prices", "FILE", word, "Price table of your own, over the shipped one"),
+    Option("command", "PROGRAM", word, "With --klineage-llm=command: reads a prompt on its input, prints the reply"),
+    Option("exchange", "DIR", word, "With --klineage-llm=exchange: prompts go out to DIR/<name>/, replies come in"),
+    Option(
+        "trajectories", "DIR", word,
+        "Where trajectories are written, or replayed from (default: trajectories in --klineage-results)",
+    ),
+    Option("resume", "NAME", word, "Go on with the trajectories that match NAME, such as gemm/1, 'gemm/*' or all"),
 )  # fmt: skip
 
 GATE_KEYS = {
@@ -179,6 +222,11 @@ GATE_KEYS = {
     "run-timeout": "run_timeout_s",
 }
 """Options that are settings of the gate, and what the gate calls them."""
+LLM_NAMES = ("llm", "model", "budget", "prices", "command", "exchange", "trajectories", "resume")
+"""Options of plugin/models.py."""
+LLM_PATHS = ("prices", "exchange", "trajectories")
+COMPARING_NAMES = ("save", "compare", "compare-fail", "base", "summary")
+"""Options of plugin/baselines.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +245,8 @@ class Settings:
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for GateSettings: only what the user gave."""
+    llm: dict[str, Any] = field(default_factory=dict)
+    """What the user gave of LLM_NAMES."""
     given: tuple[str, ...] = ()
     """Names of the options that the user gave, on the command line or in the ini file."""
 
@@ -251,6 +301,11 @@ def read_settings(config: pytest.Config) -> Settings:
         json=_path(config, "json", values["json"]) if values["json"] else None,
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
+        llm={
+            name: _path(config, name, values[name]) if name in LLM_PATHS else values[name]
+            for name in given
+            if name in LLM_NAMES
+        },
         given=given,
     )
 

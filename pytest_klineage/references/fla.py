@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Trial, Variant
 from pytest_klineage.references.device import HALVES, DeviceReference, imported, pinned_version, torch_versions
+from pytest_klineage.references.fla_gdn import CHUNK, PHASES
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Tensors
@@ -15,7 +16,7 @@ LARGEST_WIDTH = 256
 
 
 class FlaReference(DeviceReference):
-    """chunk_gated_delta_rule, forward. Nothing is converted: a batch of one in front of every tensor is a view.
+    """chunk_gated_delta_rule, forward, and its phases. Nothing is converted: a batch of one in front is a view.
 
     Its chunks have 64 tokens, whatever a case suggests. It autotunes when it is warmed up, untimed.
     """
@@ -24,15 +25,21 @@ class FlaReference(DeviceReference):
     remedy: ClassVar[str] = "pip install flash-linear-attention==0.5.0"
 
     def operators(self) -> tuple[str, ...]:
-        return ("gdn",)
+        return ("gdn", *PHASES)
 
     def limits(self, case: KernelCase, platform: str) -> str:
+        if case.operator in PHASES and case.shape["C"] != CHUNK:
+            return f"its chunks have {CHUNK} tokens, not {case.shape['C']}"
+        if case.operator == "gdn_cumsum":
+            return ""
         if case.dtype not in HALVES:
             # Its triangular solve runs in TF32 wherever there is TF32.
             return f"it computes in {' and '.join(HALVES)}, not in {case.dtype}"
         return f"D may be {LARGEST_WIDTH} at most" if case.shape["D"] > LARGEST_WIDTH else ""
 
     def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+        if case.operator in PHASES:
+            return PHASES[case.operator](case, self.remedy)
         gdn = imported("fla.ops.gated_delta_rule", self.remedy).chunk_gated_delta_rule
         scale = case.shape["D"] ** -0.5
 

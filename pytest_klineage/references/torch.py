@@ -1,4 +1,4 @@
-"""The torch reference: PyTorch's own operators, and our composition of them where it has none (gdn)."""
+"""The torch reference: PyTorch's own operators, and our composition of them where it has none (gdn, its phases)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Trial, Variant
 from pytest_klineage.references.device import DeviceReference, torch_versions
 from pytest_klineage.references.torch_gdn import prepare_gdn
+from pytest_klineage.references.torch_gdn_phases import (
+    prepare_gdn_cumsum,
+    prepare_gdn_fused_fwd,
+    prepare_gdn_kkt_solve,
+)
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Call, Tensors
 
 COMPOSED_LABEL = "torch-chunked (our composition of torch ops)"
+COMPOSED = ("gdn", "gdn_kkt_solve", "gdn_fused_fwd")
+"""Operators that torch has not."""
 ANY_SDP = {"cudnn_sdp": True, "flash_sdp": True, "mem_efficient_sdp": True, "math_sdp": True}
 """torch picks one of its attentions by itself, as it does for a user who sets nothing."""
 
@@ -41,7 +48,7 @@ class TorchReference(DeviceReference):
         return {"eager": Variant(PREPARE[case.operator](case), flags=ANY_SDP if case.operator == "fmha" else {})}
 
     def label(self, case: KernelCase) -> str:
-        return COMPOSED_LABEL if case.operator == "gdn" else "torch"
+        return COMPOSED_LABEL if case.operator in COMPOSED else "torch"
 
     def versions(self) -> dict[str, str]:
         import torch
@@ -115,5 +122,8 @@ PREPARE = {
     "fmha": prepare_fmha,
     "topk": prepare_topk,
     "gdn": prepare_gdn,
+    "gdn_cumsum": prepare_gdn_cumsum,
+    "gdn_kkt_solve": prepare_gdn_kkt_solve,
+    "gdn_fused_fwd": prepare_gdn_fused_fwd,
 }
 """By operator, what makes the timed call."""

@@ -16,8 +16,11 @@ MEMBERS = {
     "fmha": ("cudnn", "flashinfer", "torch"),
     "topk": ("flashinfer", "torch"),
     "gdn": ("flashinfer", "fla"),
+    "gdn_cumsum": ("fla", "torch"),
+    "gdn_kkt_solve": ("fla",),
+    "gdn_fused_fwd": ("fla",),
 }
-"""By operator, whom it asks. torch's gdn is a composition of ours and no vendor's."""
+"""By operator, whom it asks. torch's gdn and its phases are compositions of ours and no vendor's; torch.cumsum is."""
 
 
 class VendorReference(DeviceReference):

@@ -133,7 +133,8 @@ def kernels_to_build(session: KlineageSession) -> list[Kernel]:
 
 def folders(platform: str) -> list[Expert]:
     """The platform's own folders first, then those of other GPUs: some of their kernels are for it as well."""
-    found = [expert for expert in find_experts(EXPERTS) if (expert.platform == "cpu") == (platform == "cpu")]
+    tier = [expert for expert in find_experts(EXPERTS) if expert.operator in OPERATORS]
+    found = [expert for expert in tier if (expert.platform == "cpu") == (platform == "cpu")]
     return sorted(found, key=lambda expert: expert.platform != platform)
 
 

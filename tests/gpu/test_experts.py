@@ -49,12 +49,18 @@ SUPPORTED = (
     Neighbours("fmha", "fp16", ((1, 2, 512, 128), (2, 3, 264, 128)), (("layout", "bshd"),)),
     Neighbours("topk", "fp32", ((8, 4096, 512), (1, 7, 7), (3, 1000, 1), (2, 16384, 1024))),
     Neighbours("gdn", "bf16", ((2, 6, 128, 64, 512), (1, 3, 128, 64, 64), (2, 4, 128, 64, 200))),
+    Neighbours("gdn_cumsum", "fp32", ((48, 64, 512), (4, 64, 10), (20, 64, 200))),
+    Neighbours("gdn_kkt_solve", "bf16", ((2, 6, 128, 64, 512), (1, 4, 128, 64, 64), (2, 2, 128, 64, 200))),
+    Neighbours("gdn_fused_fwd", "bf16", ((2, 6, 128, 64, 512), (1, 3, 128, 64, 64), (2, 4, 128, 64, 200))),
 )  # fmt: skip
 REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
     Neighbours("conv2d", "fp16", ((1, 32, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 128),), (("causal", True),)),
     Neighbours("topk", "fp32", ((1, 2048, 1025),)),
+    Neighbours("gdn_cumsum", "fp32", ((4, 32, 64),)),
+    Neighbours("gdn_kkt_solve", "bf16", ((1, 1, 64, 64, 64),)),
+    Neighbours("gdn_fused_fwd", "bf16", ((1, 1, 128, 32, 64),)),
 )
 """What the experts' contracts leave out: a message, never a wrong answer."""
 

@@ -37,8 +37,14 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "progress": ("off", "off"),
     "json": ("out.json", "out.json"),
     "fail-skipped": ("true", True),
+    "save": ("main", "main"),
+    "compare": ("main", "main"),
+    "compare-fail": ("slower:3%", "slower:3%"),
+    "base": ("../base", "../base"),
+    "summary": ("summary.md", "summary.md"),
 }
 BAD = {
+    "compare-fail": ("3%", "'3%' is not of the form slower:3%"),
     "sanitize": ("memchek", "'memchek' is not one of: memcheck, racecheck, initcheck, synccheck, all"),
     "mode": ("strict", "'strict' is not one of: gate, record"),
     "stage": ("link", "'link' is not one of: all, compile"),

@@ -119,7 +119,8 @@ def test_the_shipped_cpu_kernels_are_complete(pytestconfig: pytest.Config) -> No
 def test_the_shipped_stages_exist_and_begin_with_the_naive_kernel(pytestconfig: pytest.Config) -> None:
     staged = [found for found in find_experts(pytestconfig.rootpath / "experts") if found.stages]
     assert [(found.operator, found.platform) for found in staged] == [
-        (operator, "sm90") for operator in ("conv2d", "fmha", "gdn", "gemm", "topk")
+        (operator, "sm90")
+        for operator in ("conv2d", "fmha", "gdn", "gdn_cumsum", "gdn_fused_fwd", "gdn_kkt_solve", "gemm", "topk")
     ]
     for found in staged:
         assert len(found.stages) >= 6

@@ -14,7 +14,8 @@ from pytest_klineage.records import LibraryPolicy, TensorSpec
 
 
 def test_operators_are_found_by_name() -> None:
-    assert list(OPERATORS) == ["gemm", "conv2d", "fmha", "topk", "gdn"]
+    phases = ["gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd"]
+    assert list(OPERATORS) == ["gemm", "conv2d", "fmha", "topk", "gdn", *phases]
     assert operator("fmha") is OPERATORS["fmha"]
     with pytest.raises(UnknownName, match="Did you mean 'gemm'"):
         operator("gem")
@@ -96,6 +97,9 @@ def test_paper_cases() -> None:
         "fmha": "fmha-8x64x2048x128-fp16",
         "topk": "topk-64x4096x512-fp32",
         "gdn": "gdn-16x48x128x64x4096-bf16",
+        "gdn_cumsum": "gdn_cumsum-48x64x4096-fp32",
+        "gdn_kkt_solve": "gdn_kkt_solve-16x48x128x64x4096-bf16",
+        "gdn_fused_fwd": "gdn_fused_fwd-16x48x128x64x4096-bf16",
     }
     assert {paper_case(name, "cpu", "torch").dtype for name in PAPER_SHAPES} == {"fp32"}
     with pytest.raises(UnknownName, match="cpu, gpu"):

@@ -13,6 +13,7 @@ from pytest_klineage.records import KernelCase
 ENTRIES = [(name, tier) for name, tiers in SMALL_SHAPES.items() for tier in tiers]
 FIXED = {
     "gemm": (), "conv2d": ("C", "F", "K", "stride", "pad"), "fmha": ("D",), "topk": ("S", "K"), "gdn": ("D", "C"),
+    "gdn_cumsum": ("HV", "C"), "gdn_kkt_solve": ("D", "C"), "gdn_fused_fwd": ("D", "C"),
 }  # fmt: skip
 """Axes that a kernel may fix: the small shape of the GPU tier has the paper's."""
 

@@ -59,7 +59,8 @@ from pytest_klineage.references import REFERENCES
 facts = {name: (chosen.operators(), chosen.platforms, chosen.remedy) for name, chosen in REFERENCES.items()}
 assert facts["cublas"] == (("gemm",), ("sm90", "sm120"), "pip install torch"), facts
 assert facts["cudnn"][0] == ("conv2d", "fmha") and facts["flashinfer"][0] == ("fmha", "topk", "gdn")
-assert facts["fla"][0] == ("gdn",) and set(facts["vendor"][0]) == set(facts["torch"][0])
+assert facts["fla"][0] == ("gdn", "gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd")
+assert set(facts["vendor"][0]) == set(facts["torch"][0])
 assert facts["torch"][1] == ("cpu", "sm90", "sm120")
 sys.exit(any(name in sys.modules for name in ("torch", "flashinfer", "fla", "triton")))
 """
@@ -170,6 +171,7 @@ def test_top_k_is_called_unsorted(monkeypatch: pytest.MonkeyPatch, flashinfer: A
 @pytest.mark.parametrize("operator", sorted(OPERATORS))
 def test_torch_with_a_trial_is_warmed_up_and_right(operator: str, trial: MakeTrial) -> None:
     shapes = {"gemm": (8, 9, 7), "conv2d": (2, 4, 6, 6, 3, 3, 1, 1), "fmha": (1, 2, 9, 8), "topk": (3, 9, 2)}
+    shapes["gdn_cumsum"] = (3, 8, 20)
     case = make_case(operator, shapes.get(operator, (1, 2, 8, 16, 20)), "fp32", "torch")
     made = trial(case)
     found = answer(reference("torch").prepare(case, made), made)

@@ -1,13 +1,17 @@
-"""Verdicts to aggregate and to print."""
+"""Verdicts to aggregate and to print, and a folder with records of every kind."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_klineage.records import Code, Interval, KernelCase, Machine, Reason, Timing, Verdict
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 MACHINE = Machine(platform="cpu", device="Test CPU @ 3 GHz", cores=2, software={"torch": "2.13.0"})
 
@@ -51,3 +55,11 @@ def build_verdict(
 def make_verdict() -> Callable[..., Verdict]:
     """`build_verdict`, for tests that cannot import it."""
     return build_verdict
+
+
+@pytest.fixture(scope="session")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs, trajectories, a lineage and a card below one folder. Read it only."""
+    from report_sample import write_everything
+
+    return write_everything(tmp_path_factory.mktemp("records"))

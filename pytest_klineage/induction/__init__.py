@@ -1,0 +1,1 @@
+"""Induction: from an expert kernel to a lineage, and from lineages to skill cards. Using cards is the optimizers' part."""

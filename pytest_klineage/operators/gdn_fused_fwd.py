@@ -1,0 +1,155 @@
+"""gdn_fused_fwd: outputs and final state from inverses and summed gates, the last phase of the gated delta rule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.distributions import normal, nudged, random_index, signs, spiked
+from pytest_klineage.operators.gdn import LARGE
+from pytest_klineage.operators.gdn_phases import (
+    draw_gates,
+    draw_keys,
+    head_orders,
+    in_chunks,
+    in_dtype,
+    inverses,
+    joined,
+)
+from pytest_klineage.operators.gdn_walk import Chunks, walk, walk_variance
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
+from pytest_klineage.records import KernelCase, Option, Signature
+from pytest_klineage.records.signature import dense
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors, Undo
+
+NUDGE_PLACES = 8
+
+
+class GdnFusedFwd(Operator):
+    """The chain over chunks, with the inverse of every chunk given. Axes HQK, HV, D, C (chunk), T.
+
+    Inputs q, k [T,HQK,D] (l2-normalised), v [T,HV,D], inverse [T,HV,C] (as gdn_kkt_solve writes it), gc, beta [T,HV]
+    fp32, and with initial_state also state0 [HV,D,D] fp32 (key x value). Outputs o [T,HV,D], state [HV,D,D] fp32. By
+    chunk, with gamma = gc and S the state before it: U = inverse (beta (V - exp(gamma) K S)); O = scale (exp(gamma) Q S
+    + tril(Q K^T exp(gamma_i - gamma_j)) U); S <- exp(gamma_C) S + (exp(gamma_C - gamma) K)^T U; scale = 1/sqrt(D).
+    """
+
+    name: ClassVar[str] = "gdn_fused_fwd"
+    axes: ClassVar[tuple[str, ...]] = ("HQK", "HV", "D", "C", "T")
+    options: ClassVar[dict[str, tuple[Option, ...]]] = {"initial_state": (False, True)}
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
+    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero", "large_values", "spikes")
+
+    def validate(self, case: KernelCase) -> None:
+        if case.shape["HV"] % case.shape["HQK"]:
+            raise UsageError(f"{self.name}: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+
+    def signature(self, case: KernelCase) -> Signature:
+        key_heads, heads, width, chunk, tokens = case.shape.values()
+        keys = [dense(name, case.dtype, tokens, key_heads, width) for name in "qk"]
+        gates = [dense(name, "fp32", tokens, heads) for name in ("gc", "beta")]
+        state0 = [dense("state0", "fp32", heads, width, width)] if self.option(case, "initial_state") else []
+        values = [dense("v", case.dtype, tokens, heads, width), dense("inverse", case.dtype, tokens, heads, chunk)]
+        return Signature(
+            inputs=(*keys, *values, *gates, *state0),
+            outputs=(dense("o", case.dtype, tokens, heads, width), dense("state", "fp32", heads, width, width)),
+            scalars={"scale": width**-0.5, "chunk": float(chunk)},
+        )
+
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+        import torch
+
+        _key_heads, heads, width, _chunk, tokens = case.shape.values()
+        q, k = (in_dtype(case, draw_keys(case, generator, regime)) for _ in range(2))
+        v = normal((tokens, heads, width), generator)
+        if regime == "spikes":
+            v = spiked(v, generator, count=max(1, tokens // 16), size=50.0)
+        elif regime == "large_values":
+            v *= LARGE[case.dtype]
+        gates = draw_gates(case, generator, regime)
+        solved = joined(inverses(case, {"k": k, **gates}, torch.float64), tokens)
+        inputs = {"q": q, "k": k, "v": in_dtype(case, v), "inverse": in_dtype(case, solved), **gates}
+        if self.option(case, "initial_state"):
+            inputs["state0"] = normal((heads, width, width), generator).mul_(width**-0.5).float()
+        return inputs
+
+    def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        form = walk(self._chunks(case, inputs, torch.float64))
+        return {"o": joined(form.o, case.shape["T"]), "state": form.state}
+
+    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+        import torch
+
+        dtype = inputs["v"].dtype
+        form = walk(self._chunks(case, inputs, torch.float32), operand=None if dtype == torch.float32 else dtype)
+        return {"o": joined(form.o, case.shape["T"]).to(dtype), "state": form.state}
+
+    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        import torch
+
+        fp32 = UNIT_ROUNDOFF["fp32"] ** 2
+        product = fp32 * case.shape["D"] + (UNIT_ROUNDOFF[case.dtype] ** 2 if case.dtype != "fp32" else 0.0)
+        o, state = walk_variance(walk(self._chunks(case, inputs, torch.float64)), product=product, fp32=fp32)
+        return {
+            "o": joined(o, case.shape["T"]).sqrt_().add_(output_rounding(case.dtype, expected["o"])),
+            "state": state.sqrt_().add_(output_rounding("fp32", expected["state"])),
+        }
+
+    def _chunks(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> Chunks:
+        key_heads, heads, width, size, _tokens = case.shape.values()
+        split = {name: in_chunks(inputs[name].to(dtype), size) for name in ("q", "k", "v", "inverse", "beta")}
+        q, k = (split[name].repeat_interleave(heads // key_heads, dim=1) for name in "qk")
+        v = split["v"]
+        state = inputs["state0"].to(dtype) if "state0" in inputs else v.new_zeros(heads, width, width)
+        sums = in_chunks(inputs["gc"].to(dtype), size, repeat_last=True)
+        return Chunks(
+            q=q, k=k, v=v, inverse=split["inverse"], sums=sums, beta=split["beta"], state=state, scale=width**-0.5
+        )  # fmt: skip
+
+    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+        import torch
+
+        key_heads, heads, width, _chunk, _tokens = case.shape.values()
+        v = inputs["v"]
+        key_order, order = head_orders(key_heads, heads, generator, v)
+        back = torch.argsort(order)
+        key_signs = signs((key_heads, width), generator).to(v)
+        value_signs = signs((heads, width), generator).to(v)
+        rows = key_signs.repeat_interleave(heads // key_heads, dim=0).float()
+        flips = rows[:, :, None] * value_signs.float()[:, None, :]
+        disguised = {name: inputs[name].index_select(1, key_order).mul_(key_signs) for name in "qk"}
+        disguised["v"] = v.index_select(1, order).mul_(value_signs)
+        disguised |= {name: inputs[name].index_select(1, order) for name in ("inverse", "gc", "beta")}
+        if "state0" in inputs:
+            disguised["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
+
+        def undo(outputs: Tensors) -> Tensors:
+            return {
+                "o": (outputs["o"] * value_signs).index_select(1, back),
+                "state": (outputs["state"] * flips).index_select(0, back),
+            }
+
+        return disguised, undo
+
+    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+        key_heads, heads, width, _chunk, tokens = case.shape.values()
+        head = random_index(heads, generator)
+        places = [random_index(tokens, generator) for _ in range(NUDGE_PLACES)]
+        # Of a few tokens the one whose own output reads most of what it writes.
+        key_head = head // (heads // key_heads)
+        q, k = inputs["q"][places, key_head].double(), inputs["k"][places, key_head].double()
+        written = (q * k).sum(-1).abs() * inputs["beta"][places, head].double()
+        where = (places[int(written.argmax())], head, random_index(width, generator))
+        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+
+    def flops(self, case: KernelCase) -> float:
+        key_heads, heads, width, chunk, tokens = case.shape.values()
+        # K S, Q S and K^T U; of the triangular products half: inverse W and P U per value head, Q K^T per key head.
+        return float(tokens * width * (heads * (6 * width + 2 * chunk) + key_heads * chunk))

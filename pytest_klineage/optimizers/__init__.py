@@ -1,0 +1,32 @@
+"""Optimizers: one loop for every method that writes kernels with a model, and the methods. Nothing is judged here."""
+
+from __future__ import annotations
+
+from pytest_klineage.optimizers.feedback import feedback_text
+from pytest_klineage.optimizers.instructions import instructions_for, machine_text
+from pytest_klineage.optimizers.progress import StepProgress
+from pytest_klineage.optimizers.proposal import proposed_source
+from pytest_klineage.optimizers.recording import Recording, Rejudged, recording_of, verdict_class
+from pytest_klineage.optimizers.serving import card_text
+from pytest_klineage.optimizers.session import Method, Outcome, Stop, optimize
+from pytest_klineage.optimizers.task import Observation, Proposal, Task
+
+__all__ = [
+    "Method",
+    "Observation",
+    "Outcome",
+    "Proposal",
+    "Recording",
+    "Rejudged",
+    "StepProgress",
+    "Stop",
+    "Task",
+    "card_text",
+    "feedback_text",
+    "instructions_for",
+    "machine_text",
+    "optimize",
+    "proposed_source",
+    "recording_of",
+    "verdict_class",
+]

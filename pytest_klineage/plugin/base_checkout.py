@@ -1,0 +1,107 @@
+"""The base of a pull request: which file of another checkout is the older version of a kernel. Nothing is judged here.
+
+A gate is given a kernel's text, not its path: suites read kernels in their own ways. The file is found by name and
+text in the head's tree, and the base has its older version at the same place.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import msgspec
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.records import KernelSource, SourceFile
+
+PASSED_OVER = frozenset({"__pycache__", "node_modules"})
+"""Folders without kernels of the project's own; those with a dot in front and virtual environments are others."""
+
+
+class KernelFiles:
+    """The files of the head's tree by name, read once, on first use."""
+
+    def __init__(self, root: Path, without: Path | None = None) -> None:
+        self.root = root
+        self._without = without
+
+    @cached_property
+    def _by_name(self) -> dict[str, list[Path]]:
+        found: dict[str, list[Path]] = {}
+        for path in self._files():
+            found.setdefault(path.name, []).append(path)
+        return found
+
+    def _files(self) -> Iterator[Path]:
+        for folder, folders, names in os.walk(self.root):
+            here = Path(folder)
+            folders[:] = sorted(name for name in folders if self._enters(here / name))
+            yield from (here / name for name in sorted(names))
+
+    def _enters(self, folder: Path) -> bool:
+        skipped = folder.name.startswith(".") or folder.name in PASSED_OVER or folder == self._without
+        return not skipped and not (folder / "pyvenv.cfg").exists()
+
+    def locate(self, file: SourceFile, near: Path) -> Path | None:
+        """Where a kernel's file lies; of equal files the nearest one to `near`, a folder. None when it is nowhere."""
+        same = [path for path in self._by_name.get(file.name, ()) if _text(path) == file.text]
+        return min(same, key=lambda path: (-_shared(path, near), str(path)), default=None)
+
+
+class BaseCheckout:
+    """A checkout of the base beside the head that is being tested. Raises UsageError unless it is one."""
+
+    def __init__(self, root: Path, base: Path) -> None:
+        if not base.is_dir():
+            raise UsageError(f"--klineage-base: {base} is not a folder; check the base out there: git worktree add")
+        self.base = base.resolve()
+        head = tree_of(root.resolve(), self.base)
+        if head == self.base:
+            raise UsageError(f"--klineage-base: {base} is the tree under test; name a checkout of the base")
+        self.files = KernelFiles(head, without=self.base)
+
+    def twin(self, source: KernelSource, near: Path) -> KernelSource | None:
+        """The base's version of a kernel, with the head's entry and flags; None when the base has no such file.
+
+        Raises UsageError when the kernel has no file in the head, or the base's cannot be read.
+        """
+        if source.main is None:
+            raise UsageError("an installed module has no file that the base could have another version of")
+        found = [self._older(file, near) for file in source.files]
+        if found[0] is None:
+            return None
+        return msgspec.structs.replace(source, files=tuple(file for file in found if file is not None))
+
+    def _older(self, file: SourceFile, near: Path) -> SourceFile | None:
+        path = self.files.locate(file, near)
+        if path is None:
+            raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
+        older = self.base / path.relative_to(self.files.root)
+        if not older.is_file():
+            return None
+        try:
+            return SourceFile(name=file.name, text=older.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"the base's {older.name} cannot be read: {error}") from error
+
+
+def tree_of(root: Path, base: Path) -> Path:
+    """The folder of the head that `base` is another version of: the repository's, or pytest's root directory."""
+    if (base / ".git").exists():
+        return next((folder for folder in (root, *root.parents) if (folder / ".git").exists()), root)
+    return root
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _shared(path: Path, near: Path) -> int:
+    """How many folders two paths have in common, from the top."""
+    pairs = zip(path.parent.parts, near.parts, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), len(near.parts))

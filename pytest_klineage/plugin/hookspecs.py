@@ -1,0 +1,19 @@
+"""Hooks that this plugin calls, for other plugins and conftest files. They are told, and decide nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+    from pytest_klineage.records import KernelCase, KernelSource, Verdict
+
+
+def pytest_klineage_judged(
+    item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
+) -> None:
+    """A kernel of this test has been judged, in the process that runs the test; the verdict is already recorded.
+
+    platforms: those that the kernel was written for; empty for all that its surface runs on.
+    """

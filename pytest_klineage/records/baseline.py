@@ -1,0 +1,136 @@
+"""Baseline: timings pinned to compare later runs with, and what such a comparison says. Nothing is computed here."""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+
+import msgspec
+
+from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.platform import Machine
+from pytest_klineage.records.verdict import SCHEMA_VERSION, Interval, Status, Timing, Verdict
+
+
+class Outcome(StrEnum):
+    """What a comparison of one kernel says. docs/how-to/gate-pull-requests.md explains each."""
+
+    SLOWER = "slower"
+    """The whole interval of new over old lies below the margin."""
+    FASTER = "faster"
+    """The whole interval lies above the margin: a pinned baseline is outdated."""
+    SAME = "same"
+    """The whole interval lies within the margin."""
+    UNCLEAR = "unclear"
+    """The interval reaches over the margin, or the machine was busy."""
+    UNCHANGED = "unchanged"
+    """The base has the same source: there was nothing to judge."""
+    NEW = "new"
+    """There is nothing older to compare with."""
+    BROKEN = "broken"
+    """It was timed then, and is wrong or does not run now."""
+    SKIPPED = "skipped"
+    """It was not judged now."""
+    NO_BASELINE = "no_baseline"
+    """Nobody has pinned a baseline of that name."""
+    OTHER_DEVICE = "other_device"
+    """The baseline was pinned on another GPU or CPU model."""
+    OTHER_REFERENCE = "other_reference"
+    """The reference was another one, or another version of it."""
+    OTHER_POLICY = "other_policy"
+    """The timing policy was another one."""
+    BASE_FAILED = "base_failed"
+    """The base's kernel could not be judged."""
+    NO_SOURCE = "no_source"
+    """The kernel has no file that the base could have another version of."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether two figures exist that must not be compared, or one that should be there is not."""
+        return self in (Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE, Outcome.OTHER_POLICY)
+
+    @property
+    def bad(self) -> bool:
+        """Whether it fails a test under --klineage-compare-fail.
+
+        A refusal does: a gate that compared nothing must not be green.
+        """
+        return self in (Outcome.SLOWER, Outcome.BROKEN) or self.refused
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel's timing, kept with everything that decides whether a later one compares with it."""
+
+    nodeid: str
+    """The test's pytest id."""
+    case: KernelCase
+    label: str
+    """What people call the kernel."""
+    number: int = 0
+    """Counts verdicts of one test about the same case and label."""
+    surface: str = ""
+    source_digest: str = ""
+    status: Status
+    timing: Timing
+    """With all samples: the interval of a comparison comes from those of both runs."""
+    reference: dict[str, str] = {}
+    """Label, versions and flags of the reference."""
+    machine: Machine
+    pinned_at: str = ""
+    """When it was judged; UTC, ISO 8601."""
+    samples_digest: str
+    """SHA-256 over the samples, in hexadecimal."""
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes a later verdict one about the same kernel."""
+        return (self.nodeid, self.case.id, self.label, self.number)
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """Pins of one platform and one device under a name."""
+
+    name: str
+    platform: str
+    device: str
+    """Product name of the GPU, or of the CPU."""
+    pins: tuple[Pin, ...]
+    schema_version: int = SCHEMA_VERSION
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one kernel since a baseline, or since the base of a pull request."""
+
+    nodeid: str
+    case: str
+    """The case's id."""
+    kernel: str
+    """The kernel's label."""
+    against: str
+    """Name of the baseline, or "base"."""
+    outcome: Outcome
+    message: str = ""
+    """One sentence: the figures, or why there are none."""
+    advice: str = ""
+    """The next step, where there is one."""
+    margin: float = 0.0
+    """Relative; beyond it a change counts."""
+    ratio: Interval | None = None
+    """New speed over old speed: above 1 the kernel has become faster."""
+    old: Interval | None = None
+    """The speedup over the reference then; None against a base, with which the kernel was timed in turns."""
+    new: Interval | None = None
+    """The speedup over the reference now."""
+    file: str = ""
+    """Where to show it, relative to pytest's root directory: the kernel, or its test."""
+    line: int = 0
+    """From 1; 0 when unknown."""
+    verdict: Verdict | None = None
+    """The judgement of the kernel against the base's, with its samples."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def samples_digest(timing: Timing) -> str:
+    """SHA-256 over both sides' samples and their starts, in hexadecimal."""
+    content = (timing.reference_samples_ms, timing.candidate_samples_ms, timing.starts)
+    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()

@@ -1,0 +1,247 @@
+"""Comparisons of recorded timings: the ratio of two runs with its interval, and what it says. No files, no layout.
+
+Compared are speedups over the reference, which was timed in turns with the kernel in either run. What makes a whole
+machine faster or slower between the runs moves reference and kernel alike, and cancels.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+from collections.abc import Sequence
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
+from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
+
+MARGIN = 0.03
+"""Change of speed that counts, where the user gives none."""
+CONFIDENCE = 0.99
+"""Of a comparison's interval: a suite makes many comparisons, and one false alarm in twenty is too many."""
+RESAMPLES = 2000
+FEW_PAIRS = 12
+"""Below this many samples a bootstrap is too narrow; the range of all stands in for it."""
+UNPAIRED = frozenset({"paper", "do_bench"})
+"""Timing policies whose samples of both sides do not belong together."""
+MEASURED = "variant_ms."
+"""How facts about a reference begin that are times, not versions or flags."""
+SHOWN_DIFFERENCES = 3
+
+
+def read_tolerance(text: str) -> float:
+    """The margin in "slower:3%", as a fraction. Raises UsageError."""
+    found = re.fullmatch(r"slower:(\d+(?:\.\d+)?)%", text.strip())
+    if found is None or not 0 < float(found[1]) < 100:
+        raise UsageError(f"{text!r} is not of the form slower:3%, with a percentage above 0 and below 100")
+    return float(found[1]) / 100
+
+
+def change_interval(
+    old: Timing, new: Timing, *, confidence: float = CONFIDENCE, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """New speedup over old speedup, with a percentile bootstrap interval from the samples of both runs.
+
+    Above 1 the kernel has become faster against its reference. Each run is resampled by itself, starts of processes
+    first and then the pairs of each (see docs/concepts/timing.md), and the logarithms are subtracted. `seed` makes a
+    record reproducible from its samples.
+    """
+    draw = random.Random(seed)
+    estimate = _middle(new) - _middle(old)
+    if min(len(timing.candidate_samples_ms) for timing in (old, new)) < FEW_PAIRS:
+        (old_low, old_high), (new_low, new_high) = _range(old), _range(new)
+        low, high = new_low - old_high, new_high - old_low
+    else:
+        then, now = _resampled(old, resamples, draw), _resampled(new, resamples, draw)
+        changes = sorted(b - a for a, b in zip(then, now, strict=True))
+        tail = (1 - confidence) / 2
+        low, high = _quantile(changes, tail), _quantile(changes, 1 - tail)
+    return Interval(math.exp(estimate), math.exp(min(low, estimate)), math.exp(max(high, estimate)), confidence)
+
+
+def classify(change: Interval, margin: float) -> Outcome:
+    """slower, faster or same when the whole interval says so; unclear when it reaches over the margin.
+
+    The margin is relative and the same in both directions: 1 - margin below, its reciprocal above.
+    """
+    line = 1 - margin
+    if change.high < line:
+        return Outcome.SLOWER
+    if change.low > 1 / line:
+        return Outcome.FASTER
+    return Outcome.SAME if change.low >= line and change.high <= 1 / line else Outcome.UNCLEAR
+
+
+def compare(pin: Pin, verdict: Verdict, *, against: str, margin: float, confidence: float = CONFIDENCE) -> Comparison:
+    """One kernel's verdict of today with its pin."""
+    said = Comparison(
+        nodeid=pin.nodeid, case=verdict.case.id, kernel=verdict.label, against=against, outcome=Outcome.SKIPPED,
+        margin=margin, old=pin.timing.speedup, new=verdict.timing.speedup if verdict.timing else None,
+    )  # fmt: skip
+    outcome, message, advice, change = _judged(pin, verdict, against, margin, confidence)
+    return _with(said, outcome, message, advice, change)
+
+
+def compare_with(
+    baseline: Baseline, nodeid: str, verdict: Verdict, *, number: int = 0, margin: float, confidence: float = CONFIDENCE
+) -> Comparison:
+    """The same with the pin that a baseline has of this kernel; `new` when it has none."""
+    key = (nodeid, verdict.case.id, verdict.label, number)
+    for pin in baseline.pins:
+        if pin.key == key:
+            return compare(pin, verdict, against=baseline.name, margin=margin, confidence=confidence)
+    skipped = verdict.status is Status.SKIPPED
+    return Comparison(
+        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against=baseline.name, margin=margin,
+        outcome=Outcome.SKIPPED if skipped else Outcome.NEW,
+        message="it was not judged" if skipped else f"baseline {baseline.name!r} has no pin of it",
+        advice="" if skipped else f"--klineage-save={baseline.name} adds it",
+        new=verdict.timing.speedup if verdict.timing else None,
+    )  # fmt: skip
+
+
+def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: float) -> Comparison:
+    """One kernel with the base's, from a judgement in which the base's kernel took the reference's place."""
+    said = Comparison(
+        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against="base", outcome=Outcome.BASE_FAILED,
+        margin=margin, new=verdict.timing.speedup if verdict.timing else None, verdict=paired,
+    )  # fmt: skip
+    if paired.timing is None or not paired.scored:
+        reason = paired.reasons[0]
+        message = f"the base's kernel could not be compared with: {reason.code.value}: {_line(reason.message)}"
+        return _with(said, Outcome.BASE_FAILED, message, "build the base's kernel with the flags of the head", None)
+    change = paired.timing.speedup
+    outcome = Outcome.UNCLEAR if paired.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    return _with(said, outcome, _figures(outcome, change, "base", margin), _advice(outcome, ""), change)
+
+
+def missing(nodeid: str, verdict: Verdict, name: str, others: Sequence[Baseline], *, margin: float) -> Comparison:
+    """What to say of a kernel when its device has no baseline of that name; `others` are those of other devices."""
+    machine = verdict.machine
+    here = f"{machine.device} ({machine.platform})" if machine is not None else "this machine"
+    there = ", ".join(sorted({f"{other.device} ({other.platform})" for other in others}))
+    message = f"there is no baseline {name!r}"
+    if others:
+        message = f"baseline {name!r} was pinned on {there}; this is {here}, and speeds of two devices do not compare"
+    return Comparison(
+        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against=name, margin=margin,
+        outcome=Outcome.OTHER_DEVICE if others else Outcome.NO_BASELINE, message=message,
+        advice=f"pin it where the reviewed code is, on {here}: pytest --klineage-save={name}",
+        new=verdict.timing.speedup if verdict.timing else None,
+    )  # fmt: skip
+
+
+def reference_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """What is said of both references and differs: versions, flags, threads, the variant that was chosen."""
+    shared = [name for name in old if name in new and not name.startswith(MEASURED)]
+    return [f"{name} {old[name]} then, {new[name]} now" for name in shared if old[name] != new[name]]
+
+
+def _judged(
+    pin: Pin, verdict: Verdict, against: str, margin: float, confidence: float
+) -> tuple[Outcome, str, str, Interval | None]:
+    """Outcome, sentence, next step and ratio of one comparison with a pin."""
+    if verdict.status is Status.SKIPPED:
+        return Outcome.SKIPPED, f"it was not judged: {_line(verdict.reasons[0].message)}", "", None
+    if verdict.timing is None or not verdict.scored:
+        message = f"it was timed when it was pinned, and is {verdict.code.value} now"
+        return Outcome.BROKEN, message, "see the verdict of its test", None
+    again = f"pin it anew, from the reviewed code: pytest --klineage-save={against}"
+    if pin.machine.device != (device := verdict.machine.device if verdict.machine else ""):
+        message = f"it was pinned on {pin.machine.device}; this is {device or 'an unknown device'}"
+        return Outcome.OTHER_DEVICE, message, again, None
+    differences = reference_differences(pin.reference, verdict.reference)
+    if pin.case.reference != verdict.case.reference:
+        differences.insert(0, f"reference {pin.case.reference} then, {verdict.case.reference} now")
+    if differences:
+        more = len(differences) - SHOWN_DIFFERENCES
+        message = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+        return Outcome.OTHER_REFERENCE, message, again, None
+    if pin.timing.policy != verdict.timing.policy:
+        message = f"it was pinned with the timing policy {pin.timing.policy}; this is {verdict.timing.policy}"
+        return Outcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
+    change = change_interval(pin.timing, verdict.timing, confidence=confidence)
+    outcome = Outcome.UNCLEAR if verdict.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    return outcome, _figures(outcome, change, f"baseline {against!r}", margin), _advice(outcome, against), change
+
+
+def _with(said: Comparison, outcome: Outcome, message: str, advice: str, change: Interval | None) -> Comparison:
+    return Comparison(
+        nodeid=said.nodeid, case=said.case, kernel=said.kernel, against=said.against, margin=said.margin,
+        old=said.old, new=said.new, verdict=said.verdict, outcome=outcome, message=message, advice=advice, ratio=change,
+    )  # fmt: skip
+
+
+def _figures(outcome: Outcome, change: Interval, whom: str, margin: float) -> str:
+    figure = f"{change_text(change)} of the speed of the {whom}"
+    limits = f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
+    if outcome is Outcome.UNCLEAR:
+        return f"{figure}: the interval reaches over {limits}, or the machine was busy"
+    where = {Outcome.SLOWER: "all of it below", Outcome.FASTER: "all of it above"}.get(outcome, "all of it within")
+    return f"{figure}, {where} {limits}"
+
+
+def change_text(change: Interval) -> str:
+    """A change with its interval, such as "0.941x [0.930, 0.952]"; a margin of 3 % needs the third digit."""
+    return f"{change.estimate:.3f}x [{change.low:.3f}, {change.high:.3f}]"
+
+
+def _advice(outcome: Outcome, baseline: str) -> str:
+    if outcome is Outcome.SLOWER:
+        return "profile the kernel, or say in the review why it may be slower"
+    if outcome is Outcome.FASTER and baseline:
+        return f"the baseline is outdated; once this is merged, pin it anew: pytest --klineage-save={baseline}"
+    if outcome is Outcome.UNCLEAR:
+        return "quieten the machine, raise --klineage-time-limit, or allow more"
+    return ""
+
+
+def _line(message: str) -> str:
+    return (message.strip().splitlines() or [""])[0].strip()
+
+
+def _ratios(timing: Timing) -> list[float]:
+    """Logarithm of every pair's speedup."""
+    pairs = zip(timing.reference_samples_ms, timing.candidate_samples_ms, strict=True)
+    return [math.log(reference / candidate) for reference, candidate in pairs]
+
+
+def _middle(timing: Timing) -> float:
+    """The estimate's logarithm: of the median pair, or of the ratio of medians."""
+    if timing.policy not in UNPAIRED:
+        return statistics.median(_ratios(timing))
+    reference, candidate = timing.reference_samples_ms, timing.candidate_samples_ms
+    return math.log(statistics.median(reference) / statistics.median(candidate))
+
+
+def _range(timing: Timing) -> tuple[float, float]:
+    """Smallest and largest logarithm that the samples allow."""
+    if timing.policy not in UNPAIRED:
+        return min(found := _ratios(timing)), max(found)
+    reference, candidate = timing.reference_samples_ms, timing.candidate_samples_ms
+    return math.log(min(reference) / max(candidate)), math.log(max(reference) / min(candidate))
+
+
+def _resampled(timing: Timing, resamples: int, draw: random.Random) -> list[float]:
+    """Bootstrap replicates of `_middle`."""
+    if timing.policy in UNPAIRED:
+        sides = (timing.reference_samples_ms, timing.candidate_samples_ms)
+        middles = [[statistics.median(draw.choices(side, k=len(side))) for side in sides] for _ in range(resamples)]
+        return [math.log(reference / candidate) for reference, candidate in middles]
+    ratios = _ratios(timing)
+    bounds = zip(timing.starts, [*timing.starts[1:], len(ratios)], strict=True)
+    groups = [ratios[start:end] for start, end in bounds if start < end]
+    return [statistics.median(_resample(groups, draw)) for _ in range(resamples)]
+
+
+def _resample(groups: list[list[float]], draw: random.Random) -> list[float]:
+    drawn = draw.choices(groups, k=len(groups)) if len(groups) > 1 else groups
+    return [value for group in drawn for value in draw.choices(group, k=len(group))]
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])

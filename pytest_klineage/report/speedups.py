@@ -1,0 +1,245 @@
+"""Tables and bars of speedups and latencies, by method and by language. Means have their coverage beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from pytest_klineage.records import Verdict
+from pytest_klineage.report import paper
+from pytest_klineage.report.aggregate import geometric_mean, uncertain
+from pytest_klineage.report.behind import of_step, of_verdict
+from pytest_klineage.report.cells import FAIL, NOTHING, share, time_cell, times
+from pytest_klineage.report.document import (
+    Cell,
+    Column,
+    Details,
+    Figure,
+    FigureKind,
+    Mark,
+    Point,
+    Section,
+    Series,
+    Table,
+    Tone,
+)
+from pytest_klineage.report.outcomes import (
+    Attempt,
+    Result,
+    method_order,
+    ordered_cases,
+    reference_of,
+    several_languages,
+)
+from pytest_klineage.report.steps import mark_of
+from pytest_klineage.report.tables import UNCERTAIN, ratio
+
+FAILURES = "A kernel without a speedup is no 1.0x: it lowers the coverage and is not in the mean."
+TONES = {True: Tone.GOOD, False: Tone.PLAIN}
+CASE = ("device", "case")
+SAME = ("device", "language", "reference")
+"""Columns that are worth their room only where rows differ."""
+
+
+def speedup_section(found: Sequence[Result], details: Details) -> Section:
+    """Every method on every case: bars with intervals (the paper's Figure 3) and the table behind them."""
+    tables = [
+        speedup_table(found, details).condensed(*SAME),
+        mean_table(found).condensed("device", "language"),
+    ]
+    return Section(
+        key="speedups",
+        title="Speedup over the reference",
+        text="Reference time over kernel time; above 1x the kernel is faster. Best of each method's attempts, with the "
+        f"95 % interval of its own measurement. {FAILURES}",
+        figures=tuple(speedup_bars(found, details)),
+        tables=tuple(tables),
+    )
+
+
+def speedup_table(found: Sequence[Result], details: Details) -> Table:
+    """One row for every result."""
+    names = (*CASE, "method", "language", "speedup", "95 % interval", "kernel ms", "reference ms", "reference",
+             "with a kernel", "outcome")  # fmt: skip
+    numeric = {"reference ms", "kernel ms", "speedup", "95 % interval", "with a kernel"}
+    columns = tuple(Column(name, numeric=name in numeric) for name in names)
+    notes = [f"{UNCERTAIN} says little: the machine was busy, or the interval spans more than a factor of two."]
+    if not any(_unsure(one.best) for one in found):
+        notes.clear()
+    return Table("Speedups", columns, tuple(_speedup_row(one, details) for one in ordered(found)), notes=tuple(notes))
+
+
+def mean_table(found: Sequence[Result]) -> Table:
+    """Geometric mean over scored cases with its coverage, for each device, method and language."""
+    columns = (Column("device"), Column("method"), Column("language"), Column("geomean of successes", numeric=True),
+               Column("coverage", numeric=True), Column("at or above 1x", numeric=True))  # fmt: skip
+    groups: dict[tuple[str, str, str], list[float | None]] = {}
+    for one in ordered(found):
+        groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best.speedup)
+    order = method_order(method for _, method, _ in groups)
+    rows = []
+    for key, group in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]), item[0][2])):
+        speeds = [speed for speed in group if speed is not None]
+        reached = sum(speed >= 1.0 for speed in speeds)
+        named = tuple(Cell(text or NOTHING, text or None) for text in key)
+        mean = times(geometric_mean(speeds))
+        rows.append((*named, mean, share(len(speeds), len(group)), share(reached, len(group))))
+    return Table("Means", columns, tuple(rows), notes=(FAILURES,))
+
+
+def ordered(found: Sequence[Result]) -> list[Result]:
+    """Results by device and case, and known methods first in each."""
+    methods = method_order(one.best.method for one in found)
+    return sorted(found, key=lambda one: (one.best.device, one.best.case_id, methods.index(one.best.method),
+                                          one.best.surface))  # fmt: skip
+
+
+def speedup_bars(found: Sequence[Result], details: Details) -> list[Figure]:
+    """One figure for each device."""
+    figures = []
+    methods = method_order(one.best.method for one in found)
+    for number, device in enumerate(sorted({one.best.device for one in found})):
+        here = [one for one in found if one.best.device == device]
+        cases = list(dict.fromkeys(case for _, _, case in ordered_cases(here)))
+        variants = dict.fromkeys((one.best.method, one.best.surface) for one in ordered(here))
+        series = [
+            Series(
+                _variant(method, surface, variants),
+                methods.index(method),
+                _bars(here, (method, surface), cases, details),
+            )
+            for method, surface in sorted(variants, key=lambda name: (methods.index(name[0]), name[1]))
+        ]
+        figures.append(
+            Figure(
+                key=f"speedups-{number}" if number else "speedups", kind=FigureKind.BARS,
+                title=f"Speedup over the reference, {device}", x_label="case", y_label="speedup (x)",
+                series=tuple(series), categories=tuple(cases), parity="reference",
+            )
+        )  # fmt: skip
+    return figures
+
+
+def latency_section(found: Sequence[Result]) -> Section:
+    """Median times by method, in the form of the paper's Table 5, and by language, as in its Table 6."""
+    methods = method_order(one.best.method for one in found)
+    tables = [_latencies("Latency by method, ms", found, methods, lambda one: one.method)]
+    languages = sorted({one.best.surface for one in found if one.best.surface})
+    if several_languages(found):
+        tables.append(_latencies("Latency by language, ms", found, languages, lambda one: one.surface))
+    text = "Medians in milliseconds; lower is better. The reference is the one that each kernel was timed beside."
+    return Section(key="latencies", title="Latencies", text=text, tables=tuple(tables))
+
+
+def setup_section(verdicts: Sequence[Verdict]) -> Section:
+    """What was run and on what, in the form of the paper's Table 2."""
+    columns = tuple(Column(name) for name in ("kernel", "shape", "type", "reference", "device", "software"))
+    rows: dict[tuple[str, ...], tuple[Cell, ...]] = {}
+    for verdict in verdicts:
+        machine = verdict.machine
+        shape = ", ".join(f"{axis}={size}" for axis, size in verdict.case.shape.items())
+        options = ", ".join(f"{name}={value}" for name, value in verdict.case.options.items())
+        software = {**(machine.software if machine else {}), **verdict.reference}
+        named = [f"{name} {software[name]}" for name in ("torch", "cuda", "driver", "flashinfer") if name in software]
+        texts = (paper.OPERATORS.get(verdict.case.operator, verdict.case.operator),
+                 "; ".join(part for part in (shape, options) if part), verdict.case.dtype,
+                 verdict.reference.get("label") or verdict.case.reference,
+                 machine.device if machine else NOTHING, ", ".join(named) or NOTHING)  # fmt: skip
+        rows.setdefault(texts[:5], tuple(Cell(text, text) for text in texts))
+    tables = [Table("Workloads", columns, tuple(rows.values())).condensed("device", "software")]
+    return Section(key="setup", title="Setup", tables=tuple(tables))
+
+
+def _unsure(one: Attempt) -> bool:
+    return one.verdict is not None and one.speedup is not None and uncertain(one.verdict)
+
+
+def _key(one: Attempt, details: Details) -> str:
+    if one.optimization is not None and one.step is not None:
+        return of_step(one.optimization, one.step, details)
+    if one.verdict is None:
+        return ""
+    return of_verdict(one.verdict, f"verdict:{one.trial}:{one.case_id}:{one.verdict.source_digest[:16]}", details)
+
+
+def _reason(one: Attempt) -> str:
+    return one.code.value if one.code is not None else "no kernel"
+
+
+def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
+    one, interval = result.best, result.best.interval
+    reference, kernel = one.milliseconds or (None, None)
+    scored = one.speedup is not None
+    width = f"{ratio(interval.low)} to {ratio(interval.high)}" if interval else NOTHING
+    text = f"{UNCERTAIN if _unsure(one) else ''}{ratio(one.speedup)}x" if one.speedup is not None else NOTHING
+    return (
+        Cell(one.device, one.device),
+        Cell(one.case_id, one.case_id, detail=_key(one, details)),
+        Cell(one.method, one.method),
+        Cell(one.surface or NOTHING, one.surface or None),
+        Cell(text, one.speedup, TONES[scored and (one.speedup or 0.0) >= 1.0]),
+        Cell(width, interval.low if interval else None, Tone.QUIET),
+        time_cell(kernel),
+        time_cell(reference),
+        Cell(reference_of(one) or NOTHING, reference_of(one) or None),
+        share(result.succeeded, result.attempts),
+        Cell(_reason(one), _reason(one), Tone.PLAIN if scored else Tone.BAD),
+    )
+
+
+def _variant(method: str, surface: str, variants: Collection[tuple[str, str]]) -> str:
+    """A method's name, with the language where it has several."""
+    return f"{method}, {surface}" if sum(name == method for name, _ in variants) > 1 else method
+
+
+def _bars(
+    here: Sequence[Result], variant: tuple[str, str], cases: Sequence[str], details: Details
+) -> tuple[Point, ...]:
+    points = []
+    for result in here:
+        one, interval = result.best, result.best.interval
+        if (one.method, one.surface) != variant:
+            continue
+        mark = mark_of(one.code, one.speedup) if one.code is not None else Mark.FAILED
+        text = f"{one.method} on {one.case_id}: " + (f"{ratio(one.speedup)}x" if one.speedup else _reason(one))
+        if interval is not None:
+            text += f" [{ratio(interval.low)}, {ratio(interval.high)}]"
+        points.append(
+            Point(
+                x=cases.index(one.case_id), y=one.speedup, text=text, mark=mark,
+                low=interval.low if interval else None, high=interval.high if interval else None,
+                detail=_key(one, details),
+            )
+        )  # fmt: skip
+    return tuple(points)
+
+
+def _latencies(title: str, found: Sequence[Result], names: Sequence[str], name_of: Callable[[Attempt], str]) -> Table:
+    """A column for each name with the best time, and the reference's beside the fastest of them."""
+    columns = (*map(Column, CASE), *(Column(f"{name} ms", numeric=True) for name in names),
+               Column("reference ms", numeric=True))  # fmt: skip
+    rows = []
+    for _, device, case in ordered_cases(found):
+        here = [one.best for one in found if one.best.device == device and one.best.case_id == case]
+        best = {name: _fastest([one for one in here if name_of(one) == name]) for name in names}
+        cells = [_latency(one) for one in best.values()]
+        known = [one.milliseconds[0] for one in best.values() if one is not None and one.milliseconds is not None]
+        rows.append((Cell(device, device), Cell(case, case), *cells, time_cell(min(known, default=None))))
+    notes = ("FAIL: the method brought no kernel that passed the gate.",)
+    table = Table(title, columns, tuple(rows), notes=notes if any(_failed(row) for row in rows) else ())
+    return table.condensed("device")
+
+
+def _fastest(group: Sequence[Attempt]) -> Attempt | None:
+    return max(group, key=lambda one: one.speedup or 0.0, default=None)
+
+
+def _latency(one: Attempt | None) -> Cell:
+    if one is None:
+        return time_cell(None)
+    if one.milliseconds is not None:
+        return time_cell(one.milliseconds[1])
+    return Cell(f"{ratio(one.speedup)}x", None) if one.speedup is not None else FAIL
+
+
+def _failed(row: Sequence[Cell]) -> bool:
+    return any(cell.tone is Tone.BAD for cell in row)

@@ -1,0 +1,174 @@
+"""What lifting and admission share: lineages, cards, shapes, a quick gate, replays. Nothing is asked or judged here."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+# Not after the package's imports: it lies beside this file.
+from shelf import begun_of, verified_lineages  # isort: skip
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.gate import Gate, GateSettings
+from pytest_klineage.induction.admit import Compare
+from pytest_klineage.induction.lift_groups import grouped, sites_of
+from pytest_klineage.induction.verdicts import judged_in_peace
+from pytest_klineage.library.lineages import StoredLineage
+from pytest_klineage.llm import Session
+from pytest_klineage.llm.replay import ReplayBackend
+from pytest_klineage.plugin.models import Models
+from pytest_klineage.plugin.session import KlineageSession
+from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICK = {"time_limit_s": 1.5, "precision": 0.05, "seeds": 1, "busy_limit": 1.0}
+"""Of a gate that need only see whether a kernel is right, and which of two is faster."""
+TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
+"""Of the gate of trials: half of a card's effect is more than this. What the user gives counts, here and above."""
+Replaying = Callable[[Path], Session]
+Say = Callable[[str], None]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("klineage suites")
+    group.addoption(
+        "--admission-skills", metavar="DIR", type=Path, default=ROOT / "skills",
+        help="Where cards are read and written. Default: this repository's.",
+    )  # fmt: skip
+    group.addoption(
+        "--admission-experts", metavar="DIR", type=Path, default=ROOT / "experts",
+        help="Where lineages are read. Default: this repository's.",
+    )  # fmt: skip
+    group.addoption(
+        "--admission-targets", metavar="FILE", type=Path, default=Path(__file__).with_name("targets.toml"),
+        help="Shapes to try cards at. Default: suites/admission/targets.toml.",
+    )  # fmt: skip
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
+    """Before groups are lifted: the steps that make no card, and why."""
+    if not any(item.path.name == "test_lift.py" for item in items):
+        return []
+    _, left = grouped(sites_of(verified_lineages(config.getoption("--admission-experts"))))
+    return [f"makes no card: {each.site.place}: {each.reason}" for each in left]
+
+
+@pytest.fixture(scope="session")
+def skills(pytestconfig: pytest.Config) -> Path:
+    """Folder of the cards."""
+    folder: Path = pytestconfig.getoption("--admission-skills")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lineages(pytestconfig: pytest.Config) -> list[StoredLineage]:
+    """Every lineage, verified."""
+    return verified_lineages(pytestconfig.getoption("--admission-experts"))
+
+
+@pytest.fixture(scope="session")
+def shapes(klineage_session: KlineageSession, pytestconfig: pytest.Config) -> dict[str, list[tuple[int, ...]]]:
+    """Shapes to try cards at on this platform, by operator."""
+    table = tomllib.loads(pytestconfig.getoption("--admission-targets").read_text())
+    found = table.get(klineage_session.platform, {})
+    return {name: [tuple(shape) for shape in own] for name, own in found.items()}
+
+
+@pytest.fixture(scope="session")
+def quickly(klineage_session: KlineageSession) -> Iterator[Compare]:
+    """Compares two kernels as fast as may be."""
+    with gate_with(klineage_session, QUICK) as gate:
+        yield lambda case, source, against: gate.judge(case, source, reference_source=against)
+
+
+@pytest.fixture(scope="session")
+def trial_gate(klineage_session: KlineageSession) -> Iterator[Gate]:
+    """The gate that trials are judged by."""
+    with gate_with(klineage_session, TRIAL) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="session")
+def carefully(trial_gate: Gate) -> Compare:
+    """Compares two kernels for a trial; again when others used the machine meanwhile.
+
+    Raises UsageError when they do not stop: such a verdict says nothing, and a trajectory would keep it.
+    """
+
+    def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        return trial_gate.judge(case, source, reference_source=against)
+
+    def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
+        verdict = judged_in_peace(judge, case, source, against)
+        if verdict.code is Code.INCONCLUSIVE_BUSY:
+            raise UsageError(
+                f"{case.id}: {verdict.reasons[0].message}; wait until the machine is quiet, or raise "
+                "--klineage-busy-limit, and go on with --klineage-resume"
+            )
+        return verdict
+
+    return compare
+
+
+def gate_with(session: KlineageSession, settings: dict[str, Any]) -> Gate:
+    """A gate with these settings, but for what the user gave. Its processes start when it is first asked."""
+    return Gate(session.platform, GateSettings(**(settings | session.settings.gate)), progress=session.progress)
+
+
+@pytest.fixture
+def replaying(tmp_path: Path) -> Iterator[Replaying]:
+    """Opens a session that answers from a stored trajectory, with the recorded budget; its own goes to a scratch."""
+    opened: list[Session] = []
+
+    def replay(path: Path) -> Session:
+        begun = begun_of(path)
+        own = tmp_path / f"replay-{len(opened)}.jsonl"
+        session = Session.begin(own, ReplayBackend(path), limit_usd=begun.budget_usd, name=begun.name)
+        opened.append(session)
+        return session
+
+    yield replay
+    for session in opened:
+        session.close()
+
+
+@pytest.fixture
+def needs(klineage_models: Models) -> Callable[[str], None]:
+    """Skips the test unless the chosen backend is of this kind: "none", "replay", or "model" for all others."""
+
+    def check(kind: str) -> None:
+        chosen = klineage_models.backend
+        have = chosen if chosen in ("none", "replay") else "model"
+        if have != kind:
+            pytest.skip(f"{WHY[kind]}; chosen: --klineage-llm={chosen}")
+
+    return check
+
+
+WHY = {
+    "none": "re-validates without a language model",
+    "replay": "replays stored trajectories: --klineage-llm=replay",
+    "model": "asks a language model: --klineage-llm=anthropic, command or exchange",
+}
+
+
+@pytest.fixture
+def say(request: pytest.FixtureRequest) -> Say:
+    """Writes a line to the terminal, past the capture of output."""
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        if reporter is None:  # a process of pytest-xdist has no terminal
+            return
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    return write

@@ -1,0 +1,157 @@
+"""Skill cards: whole, still working, and admitted by trials on held-out targets. One test per card.
+
+Without a language model what is committed is validated again; with one, candidates are tried; with
+--klineage-llm=replay the stored trials are replayed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+# Not after the package's imports: it lies beside this file.
+from shelf import begun_of  # isort: skip
+
+from pytest_klineage.errors import KlineageError
+from pytest_klineage.gate import Gate
+from pytest_klineage.induction.admit import REPAIRS, Compare, problem_with, roundtrip
+from pytest_klineage.induction.admit_store import read_trial, save_trial, trial_folders, tried
+from pytest_klineage.induction.admit_targets import Shapes, Target, targets_for
+from pytest_klineage.induction.verdicts import VerdictFile
+from pytest_klineage.library.cards import card_folders, read_card, with_trials, write_card
+from pytest_klineage.library.lineages import StoredLineage
+from pytest_klineage.library.lint import lint_folder
+from pytest_klineage.library.rendering import speedup_text
+from pytest_klineage.llm import Session
+from pytest_klineage.optimizers.instructions import machine_text
+from pytest_klineage.plugin.models import Models
+from pytest_klineage.plugin.session import KlineageSession
+from pytest_klineage.records import CardStatus, KernelCase, KernelSource, SkillCard, TrialOutcome, Verdict
+
+MAX_TARGETS = 2
+"""New targets that a run tries a card on before it gives up."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every card, and one for every stored trial."""
+    folders = card_folders(metafunc.config.getoption("--admission-skills"))
+    if "folder" in metafunc.fixturenames:
+        metafunc.parametrize("folder", folders, ids=[folder.name for folder in folders])
+    if "stored" in metafunc.fixturenames:
+        trials = [trial for folder in folders for trial in trial_folders(folder)]
+        ids = [f"{trial.parents[1].name}-{trial.name}" for trial in trials]
+        metafunc.parametrize("stored", trials, ids=ids)
+
+
+def test_card_is_whole(folder: Path, lineages: list[StoredLineage], needs: Callable[[str], None]) -> None:
+    """Fields, evidence in the committed lineages, SKILL.md, and a stored trial behind every success."""
+    needs("none")
+    found = lint_folder(folder, {stored.lineage.name: stored.lineage for stored in lineages})
+    errors = [f"{finding.rule.value}: {finding.message}" for finding in found if not finding.warning]
+    assert not errors
+    kept = [read_trial(trial).record.trial for trial in trial_folders(folder)]
+    card = read_card(folder)
+    assert [trial for trial in card.log if not trial.imported] == kept
+
+
+def test_card_still_works(
+    folder: Path, klineage_session: KlineageSession, quickly: Compare, needs: Callable[[str], None]
+) -> None:
+    """The kernel that admitted the card is right, and still faster than the one that it was made from."""
+    needs("none")
+    if read_card(folder).status is not CardStatus.ADMITTED:
+        pytest.skip("not admitted")
+    trials = [read_trial(path) for path in trial_folders(folder)]
+    success = [trial for trial in trials if trial.record.trial.outcome is TrialOutcome.SUCCESS][-1]
+    target, kernel = success.target, success.kernel
+    if kernel is None or target.platform != klineage_session.platform:
+        pytest.skip(f"admitted on {target.platform}; this is {klineage_session.platform}")
+    verdict = quickly(target.case, kernel, target.state)
+    reason = verdict.reasons[0]
+    assert verdict.scored, f"{reason.code.value}: {reason.message}"
+    speedup = verdict.timing.speedup if verdict.timing is not None else None
+    assert speedup is not None
+    assert speedup.estimate > 1, f"{success.directory}: no effect is left here: {speedup_text(speedup)}"
+
+
+def test_admit(
+    folder: Path, lineages: list[StoredLineage], shapes: Shapes, klineage_models: Models, carefully: Compare,
+    trial_gate: Gate, needs: Callable[[str], None], say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
+    needs("model")
+    card = read_card(folder)
+    if card.status is not CardStatus.CANDIDATE:
+        pytest.skip(card.status.value)
+    done = tried([read_trial(path) for path in trial_folders(folder)])
+    targets = [
+        target for target in targets_for(card, lineages, shapes)
+        if target.name not in done and target.platform == trial_gate.platform
+    ]  # fmt: skip
+    if not targets:
+        pytest.fail("no target is left to try it on; add shapes to targets.toml", pytrace=False)
+    machine = machine_text(trial_gate.machine(), threads=trial_gate.settings.threads)
+    told: list[str] = []
+    for target in targets:
+        if len(told) == MAX_TARGETS:
+            break
+        try:
+            if problem := problem_with(target, carefully):
+                say(f"{card.name}: {problem}")
+                continue
+            told.append(attempt(folder, card, target, klineage_models, carefully, machine))
+        except KlineageError as error:
+            pytest.fail(f"{card.name}: {error}", pytrace=False)
+        say(f"{card.name}: {told[-1]}")
+        if read_card(folder).status is CardStatus.ADMITTED:
+            return
+    pytest.fail(f"{card.name} is not admitted:\n" + "\n".join(told or ["no target is of any use"]), pytrace=False)
+
+
+def test_replayed_trial(
+    stored: Path, klineage_session: KlineageSession, quickly: Compare, needs: Callable[[str], None],
+    replaying: Callable[[Path], Session],
+) -> None:  # fmt: skip
+    """The recorded replies give the recorded outcome, and the gate's verdicts are of the recorded classes."""
+    needs("replay")
+    trial = read_trial(stored)
+    if trial.target.platform != klineage_session.platform:
+        pytest.skip(f"tried on {trial.target.platform}; this is {klineage_session.platform}")
+    card = read_card(stored.parents[1])
+    repairs = int(begun_of(trial.trajectory).settings.get("repairs", REPAIRS))
+    try:
+        again = roundtrip(card, trial.target, replaying(trial.trajectory), quickly, repairs=repairs)
+    except KlineageError as error:
+        pytest.fail(str(error), pytrace=False)
+    recorded = trial.record.trial
+    assert again.trial is not None, again.message
+    assert (again.trial.outcome, again.trial.source_digest) == (recorded.outcome, recorded.source_digest)
+    other = [f"step {found.step}: {found.recorded} then, {found.verdict.code} now" for found in again.rejudged
+             if not found.agrees]  # fmt: skip
+    assert not other
+
+
+def attempt(
+    folder: Path, card: SkillCard, target: Target, models: Models, compare: Compare, machine: str
+) -> str:  # fmt: skip
+    """One trial: told, stored, and written into the card's log. Returns how it ended."""
+    name = f"admission/{card.name}/{target.name}"
+    session = models.session(name, settings={"card": card.name, "target": target.name, "repairs": str(REPAIRS)})
+    verdicts = VerdictFile(models.path(name).with_suffix(".verdicts.jsonl"))
+
+    def judged(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
+        verdict = compare(case, source, against)
+        verdicts.append(verdict)
+        return verdict
+
+    done = roundtrip(card, target, session, judged, machine=machine)
+    session.close()
+    if done.trial is None:
+        return f"{done.message}; go on with --klineage-resume={name}"
+    save_trial(folder, card.name, done, trajectory=session.trajectory.path, verdicts=verdicts.path)
+    write_card(folder.parent, with_trials(read_card(folder), [done.trial]))
+    return f"{done.message} (${done.spent_usd:.2f})"

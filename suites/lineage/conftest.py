@@ -1,0 +1,57 @@
+"""What the lineage sessions share: a gate in a hurry, a line of progress, and which lineages there are. No judging."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from pytest_klineage import Gate, GateSettings, KernelCase, KernelSource, KlineageSession, Verdict
+from pytest_klineage.induction.verdicts import Judge
+
+QUICK = {"time_limit_s": 1.0, "precision": 0.05, "seeds": 1}
+"""A sign needs no sharp figure: one second of pairs at most, less when they agree within 5 %. Given options win."""
+
+
+@pytest.fixture(scope="session")
+def lineage_gate(klineage_session: KlineageSession) -> Iterator[Gate]:
+    """A gate that stops as soon as a sign is clear."""
+    settings = GateSettings(**(QUICK | klineage_session.settings.gate))
+    with Gate(klineage_session.platform, settings, progress=klineage_session.progress) as gate:
+        yield gate
+
+
+@pytest.fixture
+def quick_judge(request: pytest.FixtureRequest, lineage_gate: Gate, klineage_session: KlineageSession) -> Judge:
+    """Judges by that gate; every verdict is kept with the run's records."""
+
+    def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        progress = klineage_session.progress
+        if progress is not None:
+            progress.begin(request.node.name)
+        try:
+            verdict = lineage_gate.judge(case, source, reference_source=against)
+        finally:
+            if progress is not None:
+                progress.end()
+        klineage_session.remember(request.node.nodeid, verdict)
+        return verdict
+
+    return judge
+
+
+@pytest.fixture
+def tell(request: pytest.FixtureRequest, klineage_session: KlineageSession) -> Callable[[str], None]:
+    """Writes a line to the terminal, past pytest's capture; silent with --klineage-progress=off and under xdist."""
+    reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
+    silent = reporter is None or klineage_session.is_worker or klineage_session.settings.progress == "off"
+
+    def write(line: str) -> None:
+        if silent:
+            return
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    return write

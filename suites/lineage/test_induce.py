@@ -1,0 +1,138 @@
+"""Make lineages: walk the experts of experts/ backward with a model, and keep what was validated beside them.
+
+pytest suites/lineage/test_induce.py --platform cpu -k gemm --klineage-llm anthropic --klineage-model NAME
+pytest suites/lineage/test_induce.py --platform cpu -k gemm --klineage-llm exchange --klineage-exchange DIR \\
+    --klineage-model unbilled
+pytest suites/lineage/test_induce.py --platform cpu -k gemm --klineage-llm replay     # the kept trajectories again
+
+A walk that was ended goes on with --klineage-resume=lineage/gemm-cpu-cpp, and with a larger --klineage-budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict, paper_case
+from pytest_klineage.induction.keeping import TRAJECTORY_FILE, induce, replay, trajectory_settings
+from pytest_klineage.induction.verdicts import Judge
+from pytest_klineage.induction.walk import Origin, WalkSettings
+from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.library.lineages import FOLDER, LINEAGE_FILE, read_record
+from pytest_klineage.optimizers.instructions import instructions_for, machine_text
+from pytest_klineage.plugin.session import SESSION_KEY
+
+if TYPE_CHECKING:
+    from pytest_klineage.plugin.models import Models
+
+EXPERTS = Path(__file__).parents[2] / "experts"
+GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
+"""Whom the expert itself is compared with; every other kernel of a walk is compared with its neighbour."""
+RIVAL = "another kernel for the same case"
+FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_vnni", "avx512_bf16", "amx_tile")
+"""Words of /proc/cpuinfo that a writer of CPU kernels asks for."""
+NO_MODEL = (
+    "makes a lineage with a language model: choose one with --klineage-llm=anthropic, command or exchange, or replay "
+    "the kept trajectories with --klineage-llm=replay"
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every expert of the platform."""
+    platform = metafunc.config.stash[SESSION_KEY].platform
+    experts = {_name(expert): expert for expert in find_experts(EXPERTS, platform) if "expert" in expert.variants}
+    metafunc.parametrize("expert", experts.values(), ids=list(experts))
+
+
+def test_induce(
+    expert: Expert, klineage_models: Models, klineage_session: KlineageSession, tell: Callable[[str], None]
+) -> None:
+    """Walk from the expert to a naive kernel, and keep the lineage; it ends anywhere else only with a reason."""
+    if klineage_models.backend in ("none", "replay"):
+        pytest.skip(NO_MODEL if klineage_models.backend == "none" else "test_replay replays")
+    directory, name = expert.directory / FOLDER, f"lineage/{_name(expert)}"
+    if (directory / LINEAGE_FILE).exists() and read_record(directory).complete:
+        pytest.skip(f"{directory.relative_to(EXPERTS.parent)} is whole; remove the folder to make it anew")
+    origin = _origin(expert, klineage_session)
+    session = klineage_models.session(name, settings=trajectory_settings(origin, WalkSettings()))
+    stored = induce(
+        origin, session, _judge(klineage_session, name), directory, report=lambda line: tell(f"{origin.name} {line}")
+    )
+    lineage = stored.lineage
+    tell(f"{lineage.name}: {len(lineage.transitions)} steps, {lineage.termination.value}")
+    if not lineage.complete:
+        pytest.fail(
+            f"the walk ended before the naive kernel, after {len(lineage.transitions)} steps: "
+            f"{lineage.termination.value}: {lineage.termination_reason}\nWhat was validated is kept. To go on after a "
+            f"budget or an interruption: --klineage-resume={name}",
+            pytrace=False,
+        )
+
+
+def test_replay(
+    expert: Expert, klineage_models: Models, quick_judge: Judge, tell: Callable[[str], None]
+) -> None:  # fmt: skip
+    """The kept replies lead to the kept lineage, and today's verdicts are of the kept classes."""
+    if not klineage_models.is_replay:
+        pytest.skip("replays kept trajectories with --klineage-llm=replay")
+    directory = expert.directory / FOLDER
+    if not (directory / TRAJECTORY_FILE).exists():
+        pytest.skip(f"{_name(expert)} has no kept trajectory")
+    again = replay(directory, quick_judge, report=lambda line: tell(f"{_name(expert)} {line}"))
+    wrong = [f"the lineage is another one: {difference}" for difference in again.differences]
+    wrong += [
+        f"kernel {pair.recorded.source_digest[:12]} was {pair.recorded.code.value} and is {pair.fresh.code.value}: "
+        f"{pair.fresh.reasons[0].message}"
+        for pair in again.compared
+        if not pair.agrees
+    ]
+    if wrong:
+        pytest.fail(f"the replay of {_name(expert)} differs:\n  " + "\n  ".join(wrong), pytrace=False)
+
+
+def _name(expert: Expert) -> str:
+    return f"{expert.operator}-{expert.platform}-{expert.surface.value}"
+
+
+def _judge(session: KlineageSession, name: str) -> Judge:
+    """The session's own gate, with the precision that the user asked for."""
+
+    def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        if session.progress is not None:
+            session.progress.begin(name)
+        try:
+            return session.gate.judge(case, source, reference_source=against)
+        finally:
+            if session.progress is not None:
+                session.progress.end()
+
+    return judge
+
+
+def _origin(expert: Expert, session: KlineageSession) -> Origin:
+    on_cpu = session.platform == "cpu"
+    case = paper_case(
+        expert.operator, "cpu" if on_cpu else "gpu", "torch" if on_cpu else GPU_REFERENCES.get(expert.operator, "torch")
+    )
+    source = expert.source("expert")
+    machine = machine_text(
+        session.gate.machine(), threads=session.gate_settings.threads, features=_features() if on_cpu else ()
+    )
+    contract = instructions_for(
+        case, source.surface, session.platform, source.entry, source.flags, machine=machine, reference=RIVAL
+    )
+    name = f"{expert.operator}/{expert.platform}-{expert.surface.value}"
+    return Origin(case=case, platform=session.platform, source=source, contract=contract, name=name)
+
+
+def _features() -> tuple[str, ...]:
+    """Instruction sets of this CPU, where the system says so."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ()
+    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
+    return tuple(feature for feature in FEATURES if feature in flags)

@@ -1,0 +1,158 @@
+"""The ablations run, resume, replay and make their tables, with a model that is a program and a gate that pretends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_klineage.library.cards import write_card
+from pytest_klineage.records import (
+    CardScope,
+    CardStatus,
+    Carrier,
+    CarrierKind,
+    Category,
+    Context,
+    Effect,
+    Precondition,
+    PreconditionClass,
+    SkillCard,
+    Surface,
+)
+
+MODEL = """
+import sys
+
+said = sys.stdin.read()
+speed = 0.3 + 0.4 * said.count("Verdict:") if "carrier of the card" in said else 0.2
+print(f"PLAN: go on\\nCARDS: pack-b\\n```cpp\\n// accepted.faster {speed:.2f}\\n```")
+"""
+GATE = """
+import pytest
+import pytest_klineage.gate as gate
+from pytest_klineage.records import Code, Interval, Machine, Reason, Timing, Verdict
+
+MACHINE = Machine(platform="cpu", device="Pretended CPU", cores=2)
+
+
+class FakeGate:
+    def __init__(self, platform, settings=None, progress=None):
+        pass
+
+    def machine(self):
+        return MACHINE
+
+    def judge(self, case, source, *, reference_source=None, platforms=()):
+        assert reference_source.label == "expert"
+        said = source.files[0].text.partition("\\n")[0].split()
+        code, speed = (Code(said[1]), float(said[2])) if "." in said[1] else (Code.SLOWER_THAN_REQUIRED, 0.1)
+        if DIFFERS and speed > 0.5:
+            code = Code.CRASH
+        timing = Timing(
+            policy="paired", reference_ms=speed, candidate_ms=1.0, speedup=Interval(speed, speed * 0.99, speed * 1.01),
+            reference_samples_ms=(speed,), candidate_samples_ms=(1.0,), warmup=1, flush_bytes=0, statistic="",
+        )
+        return Verdict(
+            case=case, status=code.status, reasons=(Reason(code=code, message="pretended"),), machine=MACHINE,
+            source_digest=source.digest, timing=timing if code is not Code.CRASH else None,
+        )
+
+    def close(self):
+        pass
+
+
+PATCH = pytest.MonkeyPatch()
+
+
+def pytest_configure(config):
+    PATCH.setattr(gate, "Gate", FakeGate)
+
+
+def pytest_unconfigure(config):
+    PATCH.undo()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model, a library with one card, and two gates that pretend."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "fake_gate.py").write_text(f"DIFFERS = False\n{GATE}")
+    (tmp_path / "other_gate.py").write_text(f"DIFFERS = True\n{GATE}")
+    origin = Context(operator="gemm", shape={"M": 64}, dtype="fp32", surface=Surface.CPP, platform="cpu")
+    card = SkillCard(
+        name="pack-b", status=CardStatus.ADMITTED, category=Category.SIMD, intent="packs b", anchor="loops",
+        carrier=Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="carrier of the card\n"),
+        preconditions=(Precondition(kind=PreconditionClass.LAYOUT, condition="b is dense", reason="it is read"),),
+        effect=Effect(summary="faster"), scope=CardScope(), origins=(origin,),
+    )  # fmt: skip
+    write_card(tmp_path / "skills", card)
+    return tmp_path
+
+
+def ablation(config: pytest.Config, folder: Path, test: str, *arguments: str, gate: str = "fake_gate") -> str:
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", gate, f"suites/ablations/{test}.py",
+        "--platform=cpu", "-k", "gemm", "--trials=2", "--steps=3", f"--skills={folder / 'skills'}",
+        f"--klineage-results={folder / 'results'}", *arguments,
+    ]  # fmt: skip
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        command, cwd=config.rootpath, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.stdout + done.stderr
+
+
+def asking(folder: Path) -> tuple[str, ...]:
+    return (
+        "--klineage-llm=command", f"--klineage-command={sys.executable} {folder / 'model.py'}",
+        "--klineage-model=unbilled",
+    )  # fmt: skip
+
+
+def test_recovery_is_measured_replayed_and_compared_with_no_cards(pytestconfig: pytest.Config, folder: Path) -> None:
+    said = ablation(pytestconfig, folder, "test_roundtrip_recovery", *asking(folder))
+    assert "2 passed" in said
+    assert "roundtrip_recovery-cpu/klineage/gemm-1: step 1/3, $0.00 of $10.00, best 0.70x; this one 0.70x" in said
+    results = folder / "results"
+    table = (results / "ablations" / "roundtrip_recovery-cpu.md").read_text()
+    assert "| gemm | 2/2 |\n| total | 2/2 |" in table
+    assert "| gemm | 1 | 1.10 [1.09, 1.11] | 1.000 | 1.100 | 2 | 2 | 0.000 | target_reached |" in table
+    assert "Machine: Pretended CPU, 2 cores." in table
+    verdicts = (results / "ablations" / "roundtrip_recovery-cpu.jsonl").read_bytes().splitlines()
+    assert len(verdicts) == 6
+    assert msgspec.json.decode(verdicts[0])["verdict"]["timing"]["candidate_samples_ms"] == [1.0]
+
+    # Its replay needs neither the model nor the cards, judges anew, and leaves the table alone.
+    (folder / "skills").rename(folder / "gone")
+    again = ablation(pytestconfig, folder, "test_roundtrip_recovery", "--klineage-llm=replay", "--steps=9")
+    assert "2 passed" in again
+    assert (results / "ablations" / "roundtrip_recovery-cpu.md").read_text() == table
+    assert len((results / "ablations" / "roundtrip_recovery-cpu.jsonl").read_bytes().splitlines()) == 6
+    differs = ablation(pytestconfig, folder, "test_roundtrip_recovery", "--klineage-llm=replay", gate="other_gate")
+    assert "2 failed" in differs
+    assert "step 1: recorded accepted.faster, now runtime_error.crash: pretended" in differs
+
+    without = ablation(pytestconfig, folder, "test_generated_only", *asking(folder))
+    assert "2 passed" in without
+    table = (results / "ablations" / "generated_only-cpu.md").read_text()
+    assert "| generated-only | gemm | 2 | 2 | 1.000 | 0.20 [0.20, 0.20] | 5.50x | 0.000 |" in table
+
+
+def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> None:
+    nobody = ablation(pytestconfig, folder, "test_roundtrip_recovery", "-rs")
+    assert "2 skipped" in nobody
+    assert "needs a language model (--klineage-llm=exchange, anthropic or command)" in nobody
+    nothing = ablation(pytestconfig, folder, "test_generated_only", "-rs", "--klineage-llm=replay")
+    assert "2 skipped" in nothing
+    assert "gemm-1.jsonl is recorded" in nothing
+    unknown = ablation(pytestconfig, folder, "test_generated_only", "--ablation=label-only")
+    assert "unknown ablation 'label-only'. Did you mean 'labels-only'?" in unknown
+    (folder / "skills").rename(folder / "gone")
+    empty = ablation(pytestconfig, folder, "test_roundtrip_recovery", "-rs", *asking(folder))
+    assert "skills has no admitted card: induce and admit cards first" in empty

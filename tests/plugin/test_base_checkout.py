@@ -1,0 +1,104 @@
+"""Finding a kernel's older version: by name and text in the head, at the same place in the base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.plugin.base_checkout import BaseCheckout, KernelFiles
+from pytest_klineage.records import KernelSource, SourceFile, Surface
+
+
+def write(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_cpp", ".cpp").replace("_h", ".h")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def kernel(*files: tuple[str, str]) -> KernelSource:
+    return KernelSource(
+        surface=Surface.CPP,
+        files=tuple(SourceFile(*file) for file in files),
+        entry="walk",
+        flags=("-O2",),
+        label="mine",
+    )
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    write(tmp_path / "head", a__k_cpp="new", a__k_h="header", b__k_cpp="new", c__fresh_cpp="fresh")
+    write(tmp_path / "base", a__k_cpp="old a", a__k_h="old header", b__k_cpp="old b")
+    return tmp_path / "head"
+
+
+def test_the_older_version_lies_at_the_same_place(head: Path) -> None:
+    checkout = BaseCheckout(head, head.parent / "base")
+    source = kernel(("k.cpp", "new"), ("k.h", "header"))
+    older = checkout.twin(source, head / "a")
+    assert older is not None
+    assert [file.text for file in older.files] == ["old a", "old header"]
+    assert (older.entry, older.flags, older.label) == ("walk", ("-O2",), "mine")
+    assert older.digest != source.digest
+
+
+def test_of_equal_files_the_nearest_one_counts(head: Path) -> None:
+    checkout = BaseCheckout(head, head.parent / "base")
+    found = [checkout.twin(kernel(("k.cpp", "new")), head / folder) for folder in ("a", "b")]
+    assert [source.files[0].text for source in found if source is not None] == ["old a", "old b"]
+
+
+def test_a_file_that_the_base_has_not(head: Path) -> None:
+    checkout = BaseCheckout(head, head.parent / "base")
+    assert checkout.twin(kernel(("fresh.cpp", "fresh")), head) is None
+    (head.parent / "base" / "a" / "k.h").unlink()
+    older = checkout.twin(kernel(("k.cpp", "new"), ("k.h", "header")), head / "a")
+    assert older is not None
+    assert [file.name for file in older.files] == ["k.cpp"]
+
+
+def test_text_that_is_in_no_file(head: Path) -> None:
+    checkout = BaseCheckout(head, head.parent / "base")
+    with pytest.raises(UsageError, match=r"no file of head has the name and the text of k\.cpp"):
+        checkout.twin(kernel(("k.cpp", "made up")), head)
+    module = KernelSource(surface=Surface.PYTHON, files=(), entry="run", module="package.module")
+    with pytest.raises(UsageError, match="an installed module"):
+        checkout.twin(module, head)
+
+
+def test_a_base_inside_of_the_head_and_hidden_folders_are_passed_over(head: Path) -> None:
+    write(head, base__k_cpp="only base", venv__k_cpp="only venv")
+    (head / "venv" / "pyvenv.cfg").touch()
+    write(head / ".hidden", k_cpp="only hidden")
+    files = BaseCheckout(head, head / "base").files
+    assert [files.locate(SourceFile("k.cpp", text), head) for text in ("only base", "only venv", "only hidden")] == [
+        None, None, None,
+    ]  # fmt: skip
+    assert KernelFiles(head).locate(SourceFile("k.cpp", "only base"), head) == head / "base" / "k.cpp"
+
+
+def test_a_checkout_stands_for_the_whole_repository(tmp_path: Path) -> None:
+    """pytest's root directory may be a part of it."""
+    write(tmp_path / "head", part__k_cpp="new")
+    write(tmp_path / "base", part__k_cpp="old")
+    for name in ("head", "base"):
+        (tmp_path / name / ".git").mkdir()
+    older = BaseCheckout(tmp_path / "head" / "part", tmp_path / "base").twin(kernel(("k.cpp", "new")), tmp_path)
+    assert older is not None
+    assert older.files[0].text == "old"
+
+
+def test_what_is_no_base(head: Path) -> None:
+    with pytest.raises(UsageError, match="is not a folder"):
+        BaseCheckout(head, head / "nowhere")
+    with pytest.raises(UsageError, match="is the tree under test"):
+        BaseCheckout(head, head)
+
+
+def test_a_base_that_is_no_text(head: Path) -> None:
+    (head.parent / "base" / "a" / "k.cpp").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match=r"the base's k\.cpp cannot be read"):
+        BaseCheckout(head, head.parent / "base").twin(kernel(("k.cpp", "new")), head / "a")
