@@ -90,8 +90,11 @@ class Gate:
             reasons = judgement.run()
             judgement.close()
         except (MissingDependency, DeviceOutOfMemory) as error:
+            taken = judgement.memory_reason() if isinstance(error, DeviceOutOfMemory) else None
             self._bench.processes.abort()
             judgement.discard()
+            if taken is not None:
+                return judgement.verdict((taken,), overhead_s=time.monotonic() - started)
             code = Code.SKIPPED_DEPENDENCY if isinstance(error, MissingDependency) else Code.SKIPPED_MEMORY
             return self._skipped(case, source, Reason(code=code, message=str(error)))
         except BaseException:

@@ -54,6 +54,8 @@ ORACLE_DEADLINE_S = 600.0
 """Longest time for the oracle to make a case's problems; large shapes in float64 take a while."""
 REFERENCE_LOAD_S = 300.0
 """Longest time for a reference on a GPU to load, to tune itself, and to try its variants."""
+HOG_BYTES = 8 << 30
+"""Memory of a GPU that comes free with the candidate's end, when there was none left: more than a process needs."""
 CRASH_GRACE_S = 1.0
 """How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
 
@@ -360,6 +362,19 @@ class Judgement:
             self._launch(role, job, preload)
         for role in ("reference", "candidate"):
             self._attach(role)
+
+    def memory_reason(self) -> Reason | None:
+        """After a GPU ran out of memory: a reason when it is the candidate that had taken it. Ends the candidate."""
+        worker, free = self.workers.get("candidate"), self.bench.place.free_bytes()
+        if worker is None or free is None:
+            return None
+        with contextlib.suppress(HarnessError):
+            worker.end()
+        taken = (self.bench.place.free_bytes() or 0) - free
+        if taken < HOG_BYTES:
+            return None
+        message = f"the kernel held {taken / 2**30:.1f} GiB of the GPU's memory; nothing was left to check it with"
+        return Reason(code=Code.OUT_OF_MEMORY, message=message, evidence={"bytes": taken})
 
     def _look_for_libraries(self) -> None:
         ended = self.workers["candidate"].end()

@@ -19,6 +19,7 @@ from pytest_klineage.gate.findings import Peaks, busy_reason
 from pytest_klineage.gate.gpus import choose_gpu, describe_gpu
 from pytest_klineage.gate.meters import GpuMeter
 from pytest_klineage.gate.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
+from pytest_klineage.gate.nvml import open_nvml
 from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
 
 GPU_FLUSH_BYTES = 256 << 20
@@ -132,6 +133,10 @@ class Place(ABC):
     def watch(self) -> Watch:
         """Begin to look at the place."""
 
+    def free_bytes(self) -> int | None:
+        """Memory of the GPU that nobody holds; None where there is none, or nobody says."""
+        return None
+
 
 class CpuPlace(Place):
     """The cores of this machine."""
@@ -178,6 +183,15 @@ class GpuPlace(Place):
 
     def watch(self) -> Watch:
         return GpuWatch(self.gpu)
+
+    def free_bytes(self) -> int | None:
+        """As the driver counts it."""
+        nvml = open_nvml()
+        if nvml is None:
+            return None
+        with nvml:
+            memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
+        return None if memory is None else int(memory.free)
 
 
 class NoPlace(Place):
