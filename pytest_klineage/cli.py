@@ -15,6 +15,7 @@ from pytest_klineage.cli_cards import add_cards
 from pytest_klineage.cli_compare import add_compare
 from pytest_klineage.cli_lineage import add_lineage
 from pytest_klineage.cli_report import add_report
+from pytest_klineage.cli_serve import add_external
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=run_doctor)
 
     add_report(commands)
+    add_external(commands)
     schema = commands.add_parser("schema", help="print the JSON Schema of a record")
     schema.add_argument("name", nargs="?", default="record", metavar="RECORD", help=f"one of {', '.join(RECORDS)}")
     schema.set_defaults(command=run_schema)

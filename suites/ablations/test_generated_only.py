@@ -27,6 +27,7 @@ from trials import (
     library,
     recorded_in,
     run_trial,
+    trials_asked,
     was_run,
     write_table,
 )
@@ -48,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for method in methods:
         if method not in CARD_METHODS:
             pytest.fail(f"klineage: {UnknownName('ablation', method, CARD_METHODS)}", pytrace=False)
-    numbers = range(1, metafunc.config.getoption("--trials") + 1)
+    numbers = range(1, trials_asked(metafunc.config) + 1)
     triples = [(method, operator, number) for method in methods for operator in OPERATORS for number in numbers]
     metafunc.parametrize(
         ("method", "operator", "trial"), triples, ids=[f"{m}-{operator}-{number}" for m, operator, number in triples]

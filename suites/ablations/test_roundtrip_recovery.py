@@ -27,6 +27,7 @@ from trials import (
     library,
     recorded_in,
     run_trial,
+    trials_asked,
     was_run,
     write_table,
 )
@@ -40,7 +41,7 @@ NAME = "roundtrip_recovery"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each kernel and trial."""
     if "trial" in metafunc.fixturenames:
-        numbers = range(1, metafunc.config.getoption("--trials") + 1)
+        numbers = range(1, trials_asked(metafunc.config) + 1)
         pairs = [(operator, number) for operator in OPERATORS for number in numbers]
         metafunc.parametrize(("operator", "trial"), pairs, ids=[f"{operator}-{number}" for operator, number in pairs])
 

@@ -36,6 +36,8 @@ from pytest_klineage.results import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
+TRIALS, STEPS = 5, 8
+"""How many there are unless --trials and --steps say otherwise."""
 RECOVERED = 0.9
 """Share of the expert's speed that counts as recovered, as in the paper's Table 3."""
 REFERENCES = {"cpu": "torch"}
@@ -85,6 +87,12 @@ def case_of(platform: str, operator: str) -> KernelCase:
     return msgspec.structs.replace(chosen, at_least=RECOVERED)
 
 
+def trials_asked(config: pytest.Config) -> int:
+    """Trials of each kernel."""
+    asked: int | None = config.getoption("--trials")
+    return TRIALS if asked is None else asked
+
+
 def library(config: pytest.Config, models: Models) -> CardIndex:
     """The cards of --skills; none for a replay, which shows what was recorded. Skips the test when none is admitted."""
     if models.backend == "none" or models.is_replay:
@@ -117,7 +125,7 @@ def run_trial(
     if models.is_replay and not models.is_recorded(name):
         pytest.skip(f"no trajectory {models.path(name)} is recorded")
     expert, case = expert_of(session.platform, operator), case_of(session.platform, operator)
-    steps = int(_recorded(models, name).get("steps", config.getoption("--steps")))
+    steps = int(_recorded(models, name).get("steps", config.getoption("--steps") or STEPS))
     features = cpu_features() if session.platform == "cpu" else ()
     chosen = card_method(
         method, index, k=config.getoption("--cards"), capabilities=features, goal=GOAL.format(share=RECOVERED),

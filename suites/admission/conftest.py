@@ -26,29 +26,12 @@ from pytest_klineage.plugin.models import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = {"time_limit_s": 1.5, "precision": 0.05, "seeds": 1, "busy_limit": 1.0}
 """Of a gate that need only see whether a kernel is right, and which of two is faster."""
 TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
 """Of the gate of trials: half of a card's effect is more than this. What the user gives counts, here and above."""
 Replaying = Callable[[Path], Session]
 Say = Callable[[str], None]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("klineage suites")
-    group.addoption(
-        "--admission-skills", metavar="DIR", type=Path, default=ROOT / "skills",
-        help="Where cards are read and written. Default: this repository's.",
-    )  # fmt: skip
-    group.addoption(
-        "--admission-experts", metavar="DIR", type=Path, default=ROOT / "experts",
-        help="Where lineages are read. Default: this repository's.",
-    )  # fmt: skip
-    group.addoption(
-        "--admission-targets", metavar="FILE", type=Path, default=Path(__file__).with_name("targets.toml"),
-        help="Shapes to try cards at. Default: suites/admission/targets.toml.",
-    )  # fmt: skip
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:

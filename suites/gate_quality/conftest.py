@@ -16,22 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 Publish = Callable[[str, str, list[msgspec.Struct]], None]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("klineage suites")
-    group.addoption(
-        "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
-    )
-    group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
-    group.addoption(
-        "--verdicts",
-        type=int,
-        default=5,
-        metavar="N",
-        help="Verdicts by each evaluator, 2 at least. Default: %(default)s.",
-    )
-    group.addoption("--trials", type=int, default=200, metavar="N", help="A/A trials in all. Default: %(default)s.")
-
-
 @pytest.fixture
 def expert_source() -> Callable[[str], KernelSource]:
     """The expert kernel of an operator on the CPU."""

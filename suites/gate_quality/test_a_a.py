@@ -14,6 +14,8 @@ from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, KernelSource, Machine, Verdict, speedup
 
 MARGIN = 0.05
+TRIALS = 200
+"""In all, unless --trials says otherwise."""
 TIME_LIMIT_S = 7.0
 """Less than a judgement's default, so that 200 trials take half an hour."""
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -130,7 +132,7 @@ def measured(
     expert_source: Callable[[str], KernelSource],
 ) -> list[Trial]:
     """Run the trials, operator by operator, publishing what there is after each."""
-    count = request.config.getoption("--trials") // len(OPERATORS)
+    count = (request.config.getoption("--trials") or TRIALS) // len(OPERATORS)
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
     trials: list[Trial] = []
     for operator in OPERATORS:

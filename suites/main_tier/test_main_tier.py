@@ -4,7 +4,10 @@ pytest suites/main_tier --platform auto
 pytest suites/main_tier --platform cpu --klineage-method naive --klineage-method expert
 pytest suites/main_tier --platform sm90 --klineage-stage compile    # builds every kernel, without a device
 
-In the compile stage the methods are those that there are, and "stages": the kernels on the way from naive to expert.
+pytest suites/main_tier --platform cpu --klineage-method klineage   # the best kernel that suites/head_to_head recorded
+
+"stages" is a method too: the kernels on the way from naive to expert, which must be right at any speed. In the compile
+stage all methods are built.
 """
 
 from __future__ import annotations
@@ -15,11 +18,16 @@ from typing import NamedTuple
 import msgspec
 import pytest
 
-from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName, paper_case
+from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName, UsageError, paper_case
 from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.optimizers.methods import METHOD_NAMES
+from pytest_klineage.optimizers.replaying import best_made, best_recorded, replayed
 from pytest_klineage.records import INSTRUCTIONS, KernelSource
 
 EXPERTS = Path(__file__).parents[2] / "experts"
+RECORDED = "head_to_head"
+"""Folder of recorded optimizations, in the results; --klineage-trajectories names another one."""
+NAIVE = "naive"
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 
 CPU_REFERENCE = "torch"
@@ -89,15 +97,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = metafunc.config.stash[SESSION_KEY]
     only_build = session.gate_settings.stage == "compile"
     known = sorted({name for expert in find_experts(EXPERTS) for name in expert.variants})
-    known += [STAGES] if only_build else []
+    known += [STAGES] if only_build else [STAGES, *METHOD_NAMES]
     for method in session.methods:
         if method not in known:
             pytest.fail(f"klineage: {UnknownName('method', method, known)}", pytrace=False)
     if only_build:
         kernels = {f"{k.operator}-{k.expert.surface}-{k.name}": k for k in kernels_to_build(session) if k.expert}
     else:
-        pairs = [(operator, method) for operator in OPERATORS for method in session.methods]
-        judged = [kernel for pair in pairs for kernel in in_layouts(session, kernel_to_judge(session, *pair))]
+        pairs = [(operator, method) for operator in OPERATORS for method in session.methods if method != STAGES]
+        chosen = [kernel_to_judge(session, *pair) for pair in pairs]
+        chosen += stages_to_judge(session) if STAGES in session.methods else []
+        judged = [kernel for one in chosen for kernel in in_layouts(session, one)]
         kernels = {f"{kernel.workload}-{kernel.name}": kernel for kernel in judged}
     metafunc.parametrize("kernel", kernels.values(), ids=list(kernels))
 
@@ -112,7 +122,9 @@ def kernel_to_judge(session: KlineageSession, operator: str, method: str) -> Ker
 
 
 def in_layouts(session: KlineageSession, kernel: Kernel) -> list[Kernel]:
-    """The kernel in every layout that the platform's tier has."""
+    """The kernel in every layout that the platform's tier has; optimizers are given the default one alone."""
+    if kernel.name in METHOD_NAMES:
+        return [kernel]
     layouts = ("nchw",) if session.platform == "cpu" else GPU_LAYOUTS.get(kernel.operator, ("nchw",))
     return [kernel if layout == "nchw" else kernel._replace(layout=layout) for layout in layouts]
 
@@ -125,10 +137,21 @@ def kernels_to_build(session: KlineageSession) -> list[Kernel]:
         variants = [name for name in expert.variants if asked is None or name in asked]
         kernels += [Kernel(expert.operator, name, expert) for name in variants]
         if asked is None or STAGES in asked:
-            same = {file for variant in expert.variants.values() for file in variant.files}
-            between = [stage.name for stage in expert.stages if stage.file not in same]
-            kernels += [Kernel(expert.operator, name, expert, stage=True) for name in between]
+            kernels += stages_of(expert)
     return kernels
+
+
+def stages_of(expert: Expert) -> list[Kernel]:
+    """The kernels between the variants of a folder."""
+    same = {file for variant in expert.variants.values() for file in variant.files}
+    between = [stage.name for stage in expert.stages if stage.file not in same]
+    return [Kernel(expert.operator, name, expert, stage=True) for name in between]
+
+
+def stages_to_judge(session: KlineageSession) -> list[Kernel]:
+    """The stages of the platform's own folders."""
+    return [kernel for expert in folders(session.platform) if expert.platform == session.platform
+            for kernel in stages_of(expert)]  # fmt: skip
 
 
 def folders(platform: str) -> list[Expert]:
@@ -156,6 +179,37 @@ def case(klineage_session: KlineageSession, kernel: Kernel) -> KernelCase:
     )
 
 
-def test_main_tier(kernel_gate: KernelGate, kernel: Kernel, case: KernelCase) -> None:
+def test_main_tier(
+    kernel_gate: KernelGate, kernel: Kernel, case: KernelCase, klineage_session: KlineageSession, tmp_path: Path
+) -> None:
     """The gate accepts the kernel: right on every input, not a wrapper, and as fast as the table above demands."""
-    kernel_gate(kernel.source(), case=case, platforms=kernel.platforms)
+    if kernel.name in METHOD_NAMES:
+        kernel_gate(optimized(klineage_session, kernel, case, tmp_path / "replay.jsonl"), case=case)
+    else:
+        kernel_gate(kernel.source(), case=case, platforms=kernel.platforms)
+
+
+def optimized(session: KlineageSession, kernel: Kernel, case: KernelCase, scratch: Path) -> KernelSource:
+    """The fastest kernel that a method is recorded to have made, out of its trajectory; skips the test without one."""
+    platform, method = session.platform, kernel.name
+    folder = session.settings.llm.get("trajectories") or session.settings.results / RECORDED
+    recorded = best_recorded(folder, method, case, platform)
+    if recorded is None:
+        pytest.skip(
+            f"{folder} has no kernel of {method} for {case.id}; this makes one: pytest suites/head_to_head --platform "
+            f"{platform} --methods={method} -k {kernel.operator} --klineage-llm=exchange --klineage-exchange=DIR "
+            "--klineage-model=NAME"
+        )
+    naive = [
+        expert.source(NAIVE)
+        for expert in find_experts(EXPERTS, platform)
+        if expert.operator == kernel.operator and NAIVE in expert.variants
+    ]
+    root = next((source for source in naive if source.digest == recorded.judged[0]), None)
+    try:
+        best = best_made(replayed(recorded, root, scratch))
+    except UsageError as error:
+        pytest.fail(f"klineage: {error}", pytrace=False)
+    if best is None:
+        pytest.skip(f"{recorded.path} has no kernel that was right")
+    return msgspec.structs.replace(best, label=method)

@@ -1,0 +1,98 @@
+"""Options of all suites, registered once: pytest refuses an option that two suites bring. What they mean is theirs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage import KlineageSession
+from pytest_klineage.library.retrieval import DEFAULT_K
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("klineage suites")
+    _optimizing(group)
+    _admission(group)
+    _gate_quality(group)
+
+
+def _optimizing(group: pytest.OptionGroup) -> None:
+    """Of ablations and head_to_head."""
+    group.addoption(
+        "--trials", type=int, metavar="N",
+        help="Trials: of each kernel in ablations (default: 5), in all in an A/A of gate_quality (default: 200).",
+    )  # fmt: skip
+    group.addoption(
+        "--steps", type=int, metavar="N",
+        help="Steps of each optimization. Default: 8 in ablations, 24 in head_to_head.",
+    )  # fmt: skip
+    group.addoption(
+        "--cards", type=int, default=DEFAULT_K, metavar="K",
+        help="Cards retrieved in each dimension. Default: %(default)s.",
+    )  # fmt: skip
+    group.addoption("--skills", metavar="DIR", help="The library of cards. Default: skills in this repository.")
+    group.addoption(
+        "--ablation", action="append", metavar="NAME",
+        help="Methods of ablations/test_generated_only.py, such as labels-only; repeatable. Default: generated-only.",
+    )  # fmt: skip
+    group.addoption("--runs", type=int, metavar="N", help="Runs of each method in head_to_head. Default: 3.")
+    group.addoption(
+        "--methods", action="append", metavar="NAME",
+        help="Methods of head_to_head; repeatable, or between commas. Default: klineage, generated-only, adaexplore, "
+        "accelopt.",
+    )  # fmt: skip
+    group.addoption(
+        "--rules", type=Path, metavar="FILE", help="Rules of other workloads that adaexplore-shared begins with."
+    )
+    group.addoption(
+        "--language", metavar="SURFACE",
+        help="Language of the kernels of head_to_head. Default: cpp on a CPU, cuda on a GPU.",
+    )  # fmt: skip
+
+
+def _admission(group: pytest.OptionGroup) -> None:
+    group.addoption(
+        "--admission-skills", metavar="DIR", type=Path, default=ROOT / "skills",
+        help="Where cards are read and written. Default: this repository's.",
+    )  # fmt: skip
+    group.addoption(
+        "--admission-experts", metavar="DIR", type=Path, default=ROOT / "experts",
+        help="Where lineages are read. Default: this repository's.",
+    )  # fmt: skip
+    group.addoption(
+        "--admission-targets", metavar="FILE", type=Path, default=ROOT / "suites" / "admission" / "targets.toml",
+        help="Shapes to try cards at. Default: suites/admission/targets.toml.",
+    )  # fmt: skip
+
+
+def _gate_quality(group: pytest.OptionGroup) -> None:
+    group.addoption(
+        "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
+    )
+    group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
+    group.addoption(
+        "--verdicts", type=int, default=5, metavar="N",
+        help="Verdicts by each evaluator, 2 at least. Default: %(default)s.",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def write_line(request: pytest.FixtureRequest, klineage_session: KlineageSession) -> Callable[[str], None]:
+    """Writes a line to the terminal, past pytest's capture; silent with --klineage-progress=off and under xdist."""
+    plugins = request.config.pluginmanager
+    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
+    silent = reporter is None or klineage_session.is_worker or klineage_session.settings.progress == "off"
+
+    def write(line: str) -> None:
+        if silent:
+            return
+        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
+            reporter.ensure_newline()
+            reporter.write_line(line)
+
+    return write

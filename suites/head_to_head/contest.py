@@ -1,0 +1,185 @@
+"""One run of one method on one workload: asked, resumed or replayed. No table is made here."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, UnknownName, Verdict, paper_case
+from pytest_klineage.library.cards import find_cards
+from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.library.retrieval import CardIndex
+from pytest_klineage.llm.trajectory import read_trajectory
+from pytest_klineage.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
+from pytest_klineage.optimizers.instructions import cpu_features
+from pytest_klineage.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
+from pytest_klineage.optimizers.replaying import read_recorded, replayed
+from pytest_klineage.optimizers.session import Judge
+from pytest_klineage.plugin.models import ALL, Models
+from pytest_klineage.records import Begun, to_json
+from pytest_klineage.results import Record
+from pytest_klineage.surfaces import SURFACES
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
+CPU_REFERENCE = "torch"
+GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
+"""Whom kernels are compared with: as in the main tier."""
+NAIVE = "naive"
+"""The kernel that every run begins with."""
+RUNS, STEPS = 3, 24
+"""How many there are unless --runs and --steps say otherwise."""
+VERDICTS_SUFFIX = ".verdicts.jsonl"
+COMMAND = (
+    "pytest suites/head_to_head --platform {platform} --klineage-llm=exchange --klineage-exchange=DIR "
+    "--klineage-model=NAME --methods={method} -k {operator}"
+)
+
+
+def methods_asked(config: pytest.Config) -> list[str]:
+    """Names given with --methods, or the four that are compared. The run ends for a name that is not known."""
+    given = [name for text in config.getoption("--methods") or COMPARED for name in text.split(",")]
+    for name in given:
+        if name not in METHOD_NAMES:
+            pytest.fail(f"klineage: {UnknownName('method', name, METHOD_NAMES)}", pytrace=False)
+    return list(dict.fromkeys(given))
+
+
+def run_numbers(config: pytest.Config) -> range:
+    """Runs of each method, from 1."""
+    asked: int | None = config.getoption("--runs")
+    return range(1, (RUNS if asked is None else asked) + 1)
+
+
+def expert_of(session: KlineageSession, operator: str, language: str = "") -> Expert:
+    """The folder with the naive kernel in a language, or in the one that is asked for; skips the test without one."""
+    language = language or session.config.getoption("--language") or ("cpp" if session.platform == "cpu" else "cuda")
+    if language not in SURFACES:
+        pytest.fail(f"klineage: {UnknownName('surface', language, SURFACES)}", pytrace=False)
+    for expert in find_experts(ROOT / "experts", session.platform):
+        if (expert.operator, expert.surface.value) == (operator, language) and NAIVE in expert.variants:
+            return expert
+    pytest.skip(f"experts/{operator} has no naive kernel in {language} for {session.platform}")
+
+
+def case_of(platform: str, operator: str) -> KernelCase:
+    """The paper's case for this platform, to be as fast as its reference."""
+    if platform == "cpu":
+        return paper_case(operator, "cpu", CPU_REFERENCE)
+    return paper_case(operator, "gpu", GPU_REFERENCES[operator])
+
+
+def ask(
+    name: str, method: str, operator: str, session: KlineageSession, models: Models, judge: Judge,
+    write_line: Callable[[str], None],
+) -> Outcome:  # fmt: skip
+    """Run or resume one optimization. The test is skipped when it is recorded and not to be resumed."""
+    if models.is_recorded(name) and not is_resumed(session, name):
+        pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
+    config, expert = session.config, expert_of(session, operator)
+    begun = _begun(models, name)
+    steps = int(begun.get("steps", config.getoption("--steps") or STEPS))
+    features = cpu_features() if session.platform == "cpu" else ()
+    task = _task(expert, case_of(session.platform, operator), session, features, seed=int(name.rpartition("-")[2]))
+    index = library(config) if needs_cards(method) and not begun else CardIndex(())
+    settings = MethodSettings(
+        index=index, k=config.getoption("--cards"), capabilities=features, max_steps=steps,
+        rules_path=config.getoption("--rules") or (Path("recorded") if begun else None),
+    )  # fmt: skip
+    opened = models.session(name, settings=_settings(name, method, task, steps, config))
+
+    def on_step(step: StepProgress) -> None:
+        write_line(f"{name}: {step.line}")
+
+    return optimize(task, make_method(method, settings), opened, judge, max_steps=steps, on_step=on_step)
+
+
+def replay(name: str, operator: str, session: KlineageSession, models: Models, judge: Judge, scratch: Path) -> Outcome:
+    """Replay one recorded optimization; every kernel is judged again. The test is skipped when none is recorded."""
+    if not models.is_recorded(name):
+        _, method, _ = name.split("/")
+        command = COMMAND.format(platform=session.platform, method=method, operator=operator)
+        pytest.skip(f"{models.path(name)} is not recorded; this records it: {command}")
+    recorded = read_recorded(models.path(name))
+    expert = expert_of(session, operator, recorded.begun.settings.get("surface", ""))
+    return replayed(recorded, expert.source(NAIVE), scratch, judge)
+
+
+def library(config: pytest.Config) -> CardIndex:
+    """The cards of --skills. The test is skipped when none is admitted."""
+    folder = Path(config.getoption("--skills") or ROOT / "skills")
+    cards = find_cards(folder) if folder.is_dir() else []
+    if not any(card.status == "admitted" for card in cards):
+        pytest.skip(f"{folder} has no admitted card: induce and admit cards first (suites/lineage, suites/admission)")
+    return CardIndex(cards)
+
+
+def is_resumed(session: KlineageSession, name: str) -> bool:
+    """Whether --klineage-resume names this run."""
+    pattern: str = session.settings.llm.get("resume") or ""
+    return pattern == ALL or bool(pattern and fnmatch(name, pattern))
+
+
+def judging(session: KlineageSession, gate: Gate, nodeid: str, method: str, *, keep: Path | None) -> Judge:
+    """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`."""
+
+    def judge(case: KernelCase, source: KernelSource) -> Verdict:
+        source = msgspec.structs.replace(source, label=source.label or method)
+        if session.progress is not None:
+            session.progress.begin(f"{case.id} {source.label}")
+        try:
+            verdict = gate.judge(case, source)
+        finally:
+            if session.progress is not None:
+                session.progress.end()
+        session.remember(nodeid, verdict)
+        if keep is not None:
+            _append(keep, nodeid, verdict)
+        return verdict
+
+    return judge
+
+
+def disagreements(outcome: Outcome) -> str:
+    """In a replay: kernels whose verdict is of another class than the recorded one; empty when there are none."""
+    return "\n".join(
+        f"step {item.step}: recorded {item.recorded.value}, now {item.verdict.code.value}: "
+        f"{item.verdict.reasons[0].message}"
+        for item in outcome.rejudged
+        if not item.agrees
+    )
+
+
+def _append(path: Path, nodeid: str, verdict: Verdict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    with path.open("ab") as file:
+        file.write(to_json(Record(nodeid=nodeid, verdict=verdict, recorded_at=at)) + b"\n")
+
+
+def _begun(models: Models, name: str) -> dict[str, str]:
+    """The settings that a run was begun with; empty for a new one."""
+    if not models.is_recorded(name):
+        return {}
+    events = (line.event for line in read_trajectory(models.path(name))[0])
+    return next((dict(event.settings) for event in events if isinstance(event, Begun)), {})
+
+
+def _task(expert: Expert, case: KernelCase, session: KlineageSession, features: tuple[str, ...], *, seed: int) -> Task:
+    root = expert.source(NAIVE)
+    described = machine_text(session.gate.machine(), threads=session.gate_settings.threads, features=features)
+    text = instructions_for(case, expert.surface, session.platform, root.entry, root.flags, machine=described)
+    return Task(case=case, platform=session.platform, surface=expert.surface, root=root, instructions=text, seed=seed)
+
+
+def _settings(name: str, method: str, task: Task, steps: int, config: pytest.Config) -> dict[str, str]:
+    return {
+        "method": method, "case": task.case.id, "platform": task.platform, "surface": task.surface.value,
+        "reference": task.case.reference, "run": name.rpartition("-")[2], "seed": str(task.seed), "steps": str(steps),
+        "cards": str(config.getoption("--cards")),
+    }  # fmt: skip

@@ -1,0 +1,193 @@
+"""The head-to-head runs, resumes, replays and makes tables, with a model that is a program and a gate that pretends.
+
+So does the main tier with what was recorded, and suites can be named together.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pytest_klineage.llm.trajectory import read_trajectory
+from pytest_klineage.records import Begun, Judged
+
+MODEL = """
+import sys
+
+said = sys.stdin.read()
+turns = said.count("Verdict:")
+kind = ["accepted.faster 1.50", "wrapper.library", "wrong_value.mismatch", "slower.than_required 0.50"][turns % 4]
+print(f"PLAN: go on\\n```cpp\\n// {kind} {turns} {len(said)}\\n```")
+"""
+GATE = """
+import pytest
+import pytest_klineage.gate as gate
+from pytest_klineage.records import Code, Interval, Machine, Reason, Timing, Verdict
+
+MACHINE = Machine(platform="cpu", device="Pretended CPU", cores=2)
+
+
+class FakeGate:
+    def __init__(self, platform, settings=None, progress=None):
+        self.platform = platform
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def machine(self):
+        return MACHINE
+
+    def judge(self, case, source, *, reference_source=None, platforms=()):
+        assert reference_source is None
+        said = source.files[0].text.partition("\\n")[0].split()
+        known = len(said) > 1 and "." in said[1]
+        code = Code(said[1]) if known else Code.SLOWER_THAN_REQUIRED
+        if DIFFERS and code is Code.MISMATCH:
+            code = Code.CRASH
+        speed = {"accepted": 1.5, "slower": 0.5 if known else 0.1}.get(code.status.value)
+        timing = None
+        if speed:
+            timing = Timing(
+                policy="paired", reference_ms=speed, candidate_ms=1.0,
+                speedup=Interval(speed, speed * 0.99, speed * 1.01), reference_samples_ms=(speed,),
+                candidate_samples_ms=(1.0,), warmup=1, flush_bytes=0, statistic="",
+            )
+        return Verdict(
+            case=case, status=code.status, reasons=(Reason(code=code, message="pretended"),), machine=MACHINE,
+            source_digest=source.digest, timing=timing, label=source.label,
+        )
+
+    def close(self):
+        pass
+
+
+PATCH = pytest.MonkeyPatch()
+
+
+def pytest_configure(config):
+    PATCH.setattr(gate, "Gate", FakeGate)
+
+
+def pytest_unconfigure(config):
+    PATCH.undo()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model and two gates that pretend."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "fake_gate.py").write_text(f"DIFFERS = False\n{GATE}")
+    (tmp_path / "other_gate.py").write_text(f"DIFFERS = True\n{GATE}")
+    return tmp_path
+
+
+def suite(config: pytest.Config, folder: Path, *arguments: str, gate: str = "fake_gate") -> str:
+    command = [
+        sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", gate, "--platform=cpu", "-rs",
+        f"--klineage-results={folder / 'results'}", *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=config.rootpath, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
+        timeout=180, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def asking(folder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "suites/head_to_head", "-k", "topk", "--runs=1", "--steps=5", "--klineage-llm=command",
+        f"--klineage-command={sys.executable} {folder / 'model.py'}", "--klineage-model=unbilled", *more,
+    )  # fmt: skip
+
+
+METHODS = "--methods=generated-only,adaexplore,accelopt"
+
+
+def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, folder: Path) -> None:
+    said = suite(pytestconfig, folder, *asking(folder, METHODS))
+    assert "3 passed" in said, said
+    assert "cpu/generated-only/topk-1: step 4/5, $0.00 of $10.00, best 1.50x; this one 1.50x" in said
+    base = folder / "results" / "head_to_head"
+    events = [line.event for line in read_trajectory(base / "cpu" / "adaexplore" / "topk-1.jsonl")[0]]
+    begun = events[0]
+    assert isinstance(begun, Begun)
+    assert {"method": "adaexplore", "platform": "cpu", "run": "1", "seed": "1", "steps": "5"}.items() <= (
+        begun.settings.items()
+    )
+    table = (base / "cpu.md").read_text()
+    assert "Limits of each run: $10, 5 steps." in table
+    assert "Machine: Pretended CPU, 2 cores." in table
+    assert "| generated-only | 1.50x | 1/1 | 1/1 | 5 | 2 | 1 | 2 | 5 | 0.00 |" in table
+    best = "| topk-64x4096x512-fp32 | generated-only | 1.50x [1.48, 1.52] | 1 | 1.5 | 1 | 4 | 0.00 | 1.50x | 0.00 |"
+    assert best in table
+    assert "| generated-only | 1 | 1.50x [1.48, 1.52] | 5 | 2 | 1 | 2 | 0 | 5 | 0.00 | step_limit |" in table
+    verdicts = (base / "cpu.verdicts.jsonl").read_bytes().splitlines()
+    assert msgspec.json.decode(verdicts[0])["verdict"]["timing"]["candidate_samples_ms"] == [1.0]
+
+    # Without a model what is recorded is replayed: judged anew, the tables compared, nothing written.
+    files = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
+    again = suite(pytestconfig, folder, "suites/head_to_head")
+    assert "4 passed" in again, again
+    assert {path: path.read_bytes() for path in base.rglob("*") if path.is_file()} == files
+    differs = suite(pytestconfig, folder, "suites/head_to_head", "-k", "generated-only", gate="other_gate")
+    assert "1 failed" in differs
+    assert "step 2: recorded wrong_value.mismatch, now runtime_error.crash: pretended" in differs
+    (base / "cpu.md").write_text(table.replace("1.50x", "1.60x"))
+    assert "1 failed, 3 passed" in suite(pytestconfig, folder, "suites/head_to_head")
+
+
+def test_what_is_recorded_is_left_alone_resumed_and_judged_in_the_main_tier(
+    pytestconfig: pytest.Config, folder: Path
+) -> None:
+    only = "--methods=generated-only"
+    path = folder / "results" / "head_to_head" / "cpu" / "generated-only" / "topk-1.jsonl"
+    assert "1 passed" in suite(pytestconfig, folder, *asking(folder, only))
+    whole = path.read_bytes()
+    said = suite(pytestconfig, folder, *asking(folder, only))
+    assert "topk-1.jsonl is recorded; --klineage-resume=cpu/generated-only/topk-1 goes on with it" in said
+    assert path.read_bytes() == whole
+
+    # Cut off after its second verdict, it goes on to the same end.
+    lines = path.read_bytes().splitlines(keepends=True)
+    judged = [number for number, line in enumerate(read_trajectory(path)[0]) if isinstance(line.event, Judged)]
+    path.write_bytes(b"".join(lines[: judged[1] + 1]))
+    resumed = suite(pytestconfig, folder, *asking(folder, only, "--klineage-resume=cpu/generated-only/*"))
+    assert "1 passed" in resumed, resumed
+    again = [line.event.source_digest for line in read_trajectory(path)[0] if isinstance(line.event, Judged)]
+    assert len(again) == len(judged)
+
+    tier = suite(
+        pytestconfig, folder, "suites/main_tier", "--klineage-method=generated-only", "-k", "topk or gemm", "-rA"
+    )
+    assert "1 passed, 1 skipped" in tier, tier
+    assert "generated-only" in tier
+    assert "1.50x" in tier
+    assert "has no kernel of generated-only for gemm-1024x1024x1024-fp32" in tier
+    assert "--methods=generated-only -k gemm" in tier
+
+
+def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> None:
+    nothing = suite(pytestconfig, folder, "suites/head_to_head", "-k", "topk", "--runs=1", "--methods=accelopt")
+    assert "1 skipped" in nothing
+    assert "topk-1.jsonl is not recorded; this records it: pytest suites/head_to_head --platform cpu" in nothing
+    unknown = suite(pytestconfig, folder, "suites/head_to_head", "--methods=acelopt")
+    assert "unknown method 'acelopt'. Did you mean 'accelopt'?" in unknown
+    rules = suite(pytestconfig, folder, *asking(folder, "--methods=adaexplore-shared"))
+    assert "adaexplore-shared begins with the rules of other workloads: give it their file (--rules=FILE)" in rules
+    cards = suite(pytestconfig, folder, *asking(folder, "--methods=klineage", f"--skills={folder / 'none'}"))
+    assert "has no admitted card: induce and admit cards first" in cards
+
+
+def test_suites_can_be_named_together(pytestconfig: pytest.Config, folder: Path) -> None:
+    said = suite(pytestconfig, folder, "suites", "--collect-only", "-q", "--trials=1", "--runs=1")
+    assert "tests collected" in said, said[-2000:]
+    assert "error" not in said.lower()
