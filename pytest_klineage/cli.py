@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from pytest_klineage import __version__
 from pytest_klineage.cli_cards import add_cards
 from pytest_klineage.cli_compare import add_compare
+from pytest_klineage.cli_formats import add_formats
 from pytest_klineage.cli_lineage import add_lineage
 from pytest_klineage.cli_report import add_report
 from pytest_klineage.cli_serve import add_external
@@ -29,7 +30,8 @@ EXIT_CODES = """\
 exit codes:
   0  done; for doctor: this machine can run the cpu platform
   1  something failed; for doctor: a part that the cpu platform needs is missing;
-     for cards lint, cards diff and lineage verify: something is wrong, or differs
+     for cards lint, cards diff and lineage verify: something is wrong, or differs;
+     for compare --fail: something is slower, broken or refused; for import: nothing becomes a case
   2  the command line, or what it names, is not valid
 """
 RECORDS = ("record", "run", "verdict", "case", "source", "machine", "lineage", "card", "trajectory", "usage")
@@ -69,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.set_defaults(command=run_doctor)
 
     add_report(commands)
+    add_formats(commands)
     add_external(commands)
     schema = commands.add_parser("schema", help="print the JSON Schema of a record")
     schema.add_argument("name", nargs="?", default="record", metavar="RECORD", help=f"one of {', '.join(RECORDS)}")

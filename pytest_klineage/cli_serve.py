@@ -94,15 +94,17 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--rewrite", metavar="NAME", action="append", default=[], help="sampling, thinking, "
                      "completion-tokens or empty-system: for models that refuse them; repeatable")  # fmt: skip
     for protocol, (variable, address) in PROVIDERS.items():
-        run.add_argument(f"--{protocol}-upstream", metavar="URL", help=f"provider, with {variable} (default: {address})")
+        run.add_argument(
+            f"--{protocol}-upstream", metavar="URL", help=f"provider; {variable} is its key (default: {address})"
+        )
     run.add_argument("--max-steps", metavar="N", type=int, default=1000, help="submissions (default: %(default)s)")
     run.add_argument("--deadline", metavar="S", type=float, default=21600.0, help="seconds in all (default: 6 hours)")
     run.add_argument("--silence", metavar="S", type=float, default=1800.0, help="seconds without call or submission")
     run.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds from the budget's end to the kill")
     run.add_argument("--port", metavar="N", type=int, default=0, help="of the servers (default: a free one)")
     run.add_argument("--stand-in", action="store_true", help="put our flashinfer_bench first on PYTHONPATH")
-    run.add_argument("--ordinary-wrappers", action="store_true",
-                     help="tell the optimizer of a wrapper what its speed would be; it counts as a wrapper")  # fmt: skip
+    told = "tell the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
+    run.add_argument("--ordinary-wrappers", action="store_true", help=told)
 
 
 def run_external(arguments: argparse.Namespace) -> int:

@@ -58,7 +58,7 @@ class AnthropicWire(Wire):
         return headers.get("x-api-key", "") or headers.get("authorization", "").removeprefix("Bearer ").strip()
 
     def upstream(self, base_url: str, key: str, headers: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        sent = {"x-api-key": key, "anthropic-version": headers.get("anthropic-version", VERSION)}
+        sent = {"anthropic-version": headers.get("anthropic-version", VERSION), **({"x-api-key": key} if key else {})}
         betas = [name.strip() for name in headers.get("anthropic-beta", "").split(",")]
         if kept := [name for name in betas if name and not name.startswith(DEARER_BETAS)]:
             sent["anthropic-beta"] = ",".join(kept)

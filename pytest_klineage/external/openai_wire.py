@@ -51,7 +51,8 @@ class OpenAIWire(Wire):
         return headers.get("api-key", "") or headers.get("authorization", "").removeprefix("Bearer ").strip()
 
     def upstream(self, base_url: str, key: str, headers: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        return f"{base_url.rstrip('/')}/chat/completions", {"authorization": f"Bearer {key}"}
+        sent = {"authorization": f"Bearer {key}"} if key else {}
+        return f"{base_url.rstrip('/')}/chat/completions", sent
 
     def read_request(self, body: dict[str, Any], settings: ProxySettings) -> Call:
         messages = messages_of(body)

@@ -79,7 +79,7 @@ class Proxy:
         self.meter.close()
 
     def _answer(self, wire: Wire) -> Answer:
-        async def answer(request: Request) -> Response:
+        async def _served(request: Request) -> Response:
             try:
                 call = self._read(wire, request, await request.body())
                 number = await self.meter.begin(call)
@@ -93,7 +93,7 @@ class Proxy:
                 self.meter.note(CLIENT_TOPIC, f"call {number}: the client left before the reply")
             return response
 
-        return answer
+        return _served
 
     def _read(self, wire: Wire, request: Request, data: bytes) -> Call:
         """The request to send on. Raises Refused."""
@@ -152,7 +152,7 @@ class _Exchange:
         try:
             async with asyncio.timeout(self.proxy.settings.deadline_s):
                 await self._exchange()
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.InvalidURL) as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.LocalProtocolError, httpx.InvalidURL) as error:
             self._failed(Failure.CONNECTION, _said(error), 502, billed=False)
         except (TimeoutError, httpx.TimeoutException) as error:
             self._failed(Failure.TIMEOUT, _said(error) or "no whole reply in time", 504, billed=True)
@@ -205,19 +205,23 @@ class _Exchange:
         self._head.set_result(StreamingResponse(self._handed_on(), headers=_headers(reply)))
         splitter = EventSplitter()
         async for data in reply.aiter_bytes():
-            for event in splitter.feed(data):
-                said = event_data(event)
-                wanted = self.reader.read(said) if said else True
-                if self.reader.heard.complete and not self.settled:
-                    self.settled = True
-                    self.proxy.meter.answer(self.number, self.reader.heard)
-                if wanted:
-                    self._chunks.put_nowait(event)
+            wanted = b"".join(event for event in splitter.feed(data) if self._take(event))
+            if wanted:
+                self._chunks.put_nowait(wanted)
         if splitter.rest:
             self._chunks.put_nowait(splitter.rest)
         if not self.settled:
             failure, message = self.reader.heard.fault or (Failure.BROKEN_STREAM, "the stream ended before the reply")
             self._failed(failure, message, 502, billed=True)
+
+    def _take(self, event: bytes) -> bool:
+        """Read one event; whether the client gets it."""
+        said = event_data(event)
+        wanted = self.reader.read(said) if said else True
+        if self.reader.heard.complete and not self.settled:
+            self.settled = True
+            self.proxy.meter.answer(self.number, self.reader.heard)
+        return wanted
 
     async def _handed_on(self) -> AsyncIterator[bytes]:
         """Events for the client, until the reply ends or the client has gone."""

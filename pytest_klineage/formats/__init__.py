@@ -1,4 +1,4 @@
-"""Other projects' formats, in and out: problems become cases, verdicts become traces. Foreign code is never executed."""
+"""Other projects' formats, in and out: problems become cases, verdicts become traces. Nothing foreign is executed."""
 
 from __future__ import annotations
 

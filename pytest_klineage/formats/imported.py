@@ -1,4 +1,4 @@
-"""What an import comes to: a case with what was lost on the way, or a named refusal; and the lint. No format is here."""
+"""What an import comes to: a case with what differs in it, or a named refusal; and the lint. No format is here."""
 
 from __future__ import annotations
 

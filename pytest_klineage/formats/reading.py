@@ -1,4 +1,4 @@
-"""Reads Python without executing it: constants, shapes, and one call of a known function. Everything else is refused."""
+"""Reads Python without executing it: constants, shapes, one call of a known function. Everything else is refused."""
 
 from __future__ import annotations
 
@@ -234,6 +234,8 @@ class Reader:
             owner = self.value(node.func.value, scope)
             if isinstance(owner, Tensor):
                 return _method(node, owner, node.func.attr, positional, named)
+            if isinstance(owner, Applied | Part):
+                raise NotStatic(node.lineno, f"no operator here stands for what follows: `{_short(node)}`")
         function = self.value(node.func, scope)
         if isinstance(function, Layer) and len(positional) == 1 and not named:
             return Applied(function.kind, {"input": positional[0], "layer": function})

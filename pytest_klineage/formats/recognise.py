@@ -1,4 +1,4 @@
-"""From one call of a known function on tensors to a case of ours, where there is one. What is not the same is refused."""
+"""From one call of a known function on tensors to a case of ours, where there is one. What differs is refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def _fmha(given: Mapping[str, Value], reference: str) -> Found:
     q, k, v = (_tensor(given, name) for name in ("query", "key", "value"))
     if len(q.shape) != 4 or q.shape != k.shape or q.shape != v.shape:
         raise NotStatic(0, "fmha here has q, k and v of one shape [B,H,S,D]")
-    if given.get("attn_mask") is not None or given.get("dropout_p", 0) not in (0, 0.0) or given.get("scale") is not None:
+    plain = given.get("attn_mask") is None and given.get("scale") is None
+    if not plain or given.get("dropout_p", 0.0) != 0.0:
         raise NotStatic(0, "fmha here has no mask, no dropout and the scale 1/sqrt(D)")
     causal = given.get("is_causal", False)
     if not isinstance(causal, bool) or given.get("enable_gqa", False):

@@ -1,4 +1,4 @@
-"""Values that foreign code comes to without being executed: constants, tensors of known shape, one operator's result."""
+"""Values that foreign code comes to without being executed: constants, tensors of known shape, results of calls."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pytest_klineage.formats.imported import Unsupported
-from pytest_klineage.formats.trace_import import NATIVE, OURS, SHORT
+from pytest_klineage.formats.trace_import import NATIVE, OURS, SHORT, parameters_of
 from pytest_klineage.formats.trace_records import (
     Axis,
     BuildSpec,
@@ -29,7 +29,7 @@ LONG = {short: long for long, short in SHORT.items()}
 SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
     "gemm": {"a": ("M", "K"), "b": ("K", "N"), "c": ("M", "N")},
     "conv2d": {"x": ("N", "C", "H", "W"), "w": ("F", "C", "K", "K"), "y": ("N", "F", "P", "Q")},
-    "fmha": {name: ("B", "H", "S", "D") for name in "qkvo"},
+    "fmha": dict.fromkeys("qkvo", ("B", "H", "S", "D")),
     "topk": {"x": ("B", "S"), "values": ("B", "K"), "indices": ("B", "K")},
 }
 """By operator that can be written down in this format: the axes of each tensor."""
@@ -85,15 +85,21 @@ def workload_of(case: KernelCase) -> Workload:
 
 
 def solution_of(source: KernelSource, case: KernelCase, platform: str, *, author: str = "pytest-klineage") -> Solution:
-    """A kernel as a solution. Native ones name klineage.h among their dependencies. Raises Unsupported for a module."""
+    """A kernel as a solution. Native ones name klineage.h, and their flags, among their dependencies.
+
+    Raises Unsupported for a module without text, and for a function that takes several outputs as one tuple.
+    """
     if source.main is None:
         raise Unsupported(source.label or source.module, "an installed module, which has no text")
     native = source.surface in SURFACES
+    passes = not native and (parameters_of(source.main.text, source.entry) or ())[-1:] == ("out",)
+    if passes and len(operator(case.operator).signature(case).outputs) > 1:
+        raise Unsupported(source.label or source.main.name, "it takes its outputs as one tuple")
     return Solution(
         name=f"{source.label or 'kernel'}_{source.digest[:12]}", definition=definition_name(case), author=author,
         spec=BuildSpec(
             language=SURFACES.get(source.surface, source.surface.value), target_hardware=(platform,),
-            entry_point=f"{source.main.name}::{source.entry}", destination_passing_style=None if native else False,
+            entry_point=f"{source.main.name}::{source.entry}", destination_passing_style=None if native else passes,
             dependencies=(OURS, *source.flags) if native else None,
         ),
         sources=tuple(SolutionFile(file.name, file.text) for file in source.files),

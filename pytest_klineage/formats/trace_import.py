@@ -46,9 +46,14 @@ def import_definition(definition: Definition, workload: Workload, *, reference: 
         given = [_input(name, definition, workload, sizes) for name in definition.inputs]
         reader = Reader(definition.reference)
         function = reader.function(RUN)
+        taken = [argument.arg for argument in function.args.args]
+        if taken != list(definition.inputs):
+            raise NotStatic(
+                function.lineno, f"run takes {', '.join(taken)}, the inputs are {', '.join(definition.inputs)}"
+            )
         found = recognised(reader.called(function, given), reference)
         _check_outputs(definition, sizes, operator(found.case.operator).signature(found.case))
-        return _imported(definition, reader, found, function)
+        return _imported(definition, reader, found)
     except NotStatic as error:
         raise Unsupported(definition.name, str(error)) from error
 
@@ -69,7 +74,8 @@ def source_of(solution: Solution, imported: Imported) -> KernelSource:
         raise Unsupported(solution.name, "files in folders; a kernel's files lie beside one another")
     native = NATIVE.get(language)
     if native is not None and OURS not in (spec.dependencies or ()):
-        raise Unsupported(solution.name, f"{language} bound by {spec.binding or 'tvm-ffi'}; kernels here include {OURS}")
+        bound = spec.binding or "tvm-ffi"
+        raise Unsupported(solution.name, f"{language} that is bound by {bound}; a kernel here includes {OURS}")
     surface = native or LANGUAGES.get(language)
     if surface is None:
         raise Unsupported(solution.name, f"the language {spec.language!r}; known: {', '.join([*LANGUAGES, *NATIVE])}")
@@ -77,15 +83,31 @@ def source_of(solution: Solution, imported: Imported) -> KernelSource:
     if native is None:
         text, entry = _adapted(text, entry, imported, spec.destination_passing_style)
     files = (SourceFile(path, text), *(SourceFile(name, other) for name, other in sources.items()))
-    return KernelSource(surface=surface, files=files, entry=entry, label=solution.name)
+    flags = tuple(word for word in spec.dependencies or () if word != OURS) if native is not None else ()
+    return KernelSource(surface=surface, files=files, entry=entry, flags=flags, label=solution.name)
+
+
+def parameters_of(text: str, entry: str) -> tuple[str, ...] | None:
+    """Names of a function's parameters; None where a file's text does not say."""
+    try:
+        function = Reader(text).functions.get(entry)
+    except NotStatic:
+        return None
+    if function is None or function.args.vararg or function.args.kwarg:
+        return None
+    return tuple(item.arg for item in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs))
 
 
 def _adapted(text: str, entry: str, imported: Imported, writes_outputs: bool | None) -> tuple[str, str]:
     """The main file's text and entry, with an adapter where the calls differ."""
     signature = operator(imported.case.operator).signature(imported.case)
     names = [spec.name for spec in signature.inputs]
+    taken = parameters_of(text, entry)
+    if writes_outputs is None and taken is not None:  # a file of before there was a choice
+        writes_outputs = len(taken) > len(imported.arguments)
     passes = writes_outputs is not False
-    if not passes and tuple(names) == imported.arguments:
+    as_ours = taken is not None and taken[len(names) :] == (("out",) if passes else ()) and len(signature.outputs) == 1
+    if tuple(names) == imported.arguments and (as_ours or not passes):
         return text, entry
     call = f"return {entry}({', '.join(imported.arguments)})"
     style = ""
@@ -136,15 +158,12 @@ def _check_outputs(definition: Definition, sizes: Mapping[str, int], signature: 
         raise NotStatic(0, f"its outputs are {theirs}, and those of its reference {ours}")
 
 
-def _imported(definition: Definition, reader: Reader, found: Found, function: ast.FunctionDef) -> Imported:
-    taken = [argument.arg for argument in function.args.args]
-    if taken != list(definition.inputs):
-        raise NotStatic(function.lineno, f"run takes {', '.join(taken)}, the inputs are {', '.join(definition.inputs)}")
+def _imported(definition: Definition, reader: Reader, found: Found) -> Imported:
     ours = {theirs: own for own, theirs in found.inputs.items()}
     missing = [name for name in definition.inputs if name not in ours]
     if missing:
         raise NotStatic(0, f"the input {missing[0]} is none of the case's")
     return Imported(
         name=definition.name, case=found.case, digest=hashlib.sha256(ast.dump(reader.tree).encode()).hexdigest(),
-        arguments=tuple(ours[name] for name in taken), notes=(INPUTS_NOTE, TOLERANCE_NOTE, *found.notes),
+        arguments=tuple(ours[name] for name in definition.inputs), notes=(INPUTS_NOTE, TOLERANCE_NOTE, *found.notes),
     )  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_klineage import GateSettings, KlineageSession, gate
 from pytest_klineage.plugin.models import Models
+from pytest_klineage.records import Verdict
 
 FOLDER = "head_to_head"
 QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0}
@@ -40,3 +41,9 @@ def quick_gate(klineage_session: KlineageSession) -> Iterator[gate.Gate]:
     settings = GateSettings(**(QUICK | klineage_session.settings.gate))
     with gate.Gate(klineage_session.platform, settings, progress=klineage_session.progress) as quick:
         yield quick
+
+
+@pytest.fixture(scope="session")
+def judged_before() -> dict[tuple[str, str], Verdict]:
+    """Verdicts of this session's replays by case and source."""
+    return {}

@@ -125,6 +125,18 @@ def is_resumed(session: KlineageSession, name: str) -> bool:
     return pattern == ALL or bool(pattern and fnmatch(name, pattern))
 
 
+def judging_once(judge: Judge, known: dict[tuple[str, str], Verdict]) -> Judge:
+    """A judge for replays: a kernel that several runs have, such as the naive one, is judged in the first of them."""
+
+    def once(case: KernelCase, source: KernelSource) -> Verdict:
+        key = (case.id, source.digest)
+        if key not in known:
+            known[key] = judge(case, source)
+        return known[key]
+
+    return once
+
+
 def judging(session: KlineageSession, gate: Gate, nodeid: str, method: str, *, keep: Path | None) -> Judge:
     """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`."""
 

@@ -25,6 +25,7 @@ from contest import (
     ask,
     disagreements,
     judging,
+    judging_once,
     methods_asked,
     replay,
     run_numbers,
@@ -81,6 +82,7 @@ def test_head_to_head(
     try:
         if klineage_models.is_replay:
             judge = judging(klineage_session, request.getfixturevalue("quick_gate"), nodeid, method, keep=None)
+            judge = judging_once(judge, request.getfixturevalue("judged_before"))
             outcome = replay(name, operator, klineage_session, klineage_models, judge, tmp_path / "replay.jsonl")
         else:
             kept = base_of(klineage_session) / f"{platform}{VERDICTS_SUFFIX}"

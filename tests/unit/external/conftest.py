@@ -184,7 +184,7 @@ def message_events(text: str = "hello", **usage: Any) -> list[tuple[str, Any]]:
             for piece in (text[:3], text[3:])
         ),
         {"type": "content_block_stop", "index": 0},
-        {"type": "message_delta", "delta": {"stop_reason": "end_turn", "stop_sequence": None}, "usage": {"output_tokens": 7}},
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 7}},
         {"type": "message_stop"},
     ]  # fmt: skip
     return [(event["type"], event) for event in events]
