@@ -14,7 +14,7 @@ PLATFORMS ?= sm90 sm120
 ARGS ?=
 WORKERS ?= 2
 # Where there is a GPU, what judging on it needs as well.
-EXTRAS ?= cpu,cuda-build,triton,llm,xdist,benchmark$(if $(shell command -v nvidia-smi),$(comma)cuda)
+EXTRAS ?= cpu,cuda-build,triton,tilelang,llm,xdist,benchmark$(if $(shell command -v nvidia-smi),$(comma)cuda)
 comma := ,
 
 VENV := .venv

@@ -2,14 +2,14 @@
 // all channels_last (NHWC) or all contiguous (NCHW), any N, H and W. Written for N 8, 56 x 56.
 //
 // Floor: 3.70 GFLOP are 6,912 clocks of one SM's tensor cores for 192 x 128 outputs (3.5 us at 1.98 GHz, 4.7 us at the 790 TFLOP/s
-// of a large product); 9.8 MB through 4.27 TB/s are 2.3 us. The products of a block take 6,900 clocks here: at that floor.
-//   tile_reuse: 131 blocks of 192 pixels are one wave; a block loads the input rows of its tile once and keeps all weights in
-//     shared memory; A comes by ldmatrix from shifted pixels, so that a tile may start anywhere and cross into the next image.
-//   wgmma with A in registers: three warpgroups of 64 x 128, two sets of A registers.
-//   tma_load: every input row and every tap on a barrier of its own; the later taps are requested when the rows are there.
+// of a large product); 9.8 MB through 4.27 TB/s are 2.3 us. All weights and a tile of x for every SM are 25 MB out of the L2 cache.
+//   tile_reuse: one wave of about 131 blocks; a block loads the input rows of its tile once.
+//   wgmma with A in registers. NHWC: A is x, by ldmatrix from shifted pixels, so that a tile may start anywhere and cross into the
+//     next image; B is the weights. NCHW (transposed_product): A is the weights, B is x as it lies in memory.
+//   tma_load (NHWC): every input row and every tap on a barrier of its own; the later taps are requested when the rows are there.
 //   filter_order (NHWC): a 5-D tensor map permutes the filters, so that a lane's accumulators are 8 neighbours: 16-byte stores.
-//   warp_specialize (NCHW): a fourth warpgroup regroups the weights in place, a quarter of the channels ahead of the products.
-// Measured on an H200: 12.1 us against 18.1 us of cuDNN (NHWC), 16.0 us against 33.5 us (NCHW); see NOTES.md.
+//   short_prologue: flat tiles and rectangles are kernels of their own, and the first weights are requested before all else.
+// Measured figures: see NOTES.md.
 #include <cuda.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -18,6 +18,7 @@
 
 #define DEVICE __device__ __forceinline__
 #define UNROLL _Pragma("unroll")
+#define LOOP _Pragma("unroll 1")
 
 namespace {
 
@@ -25,18 +26,19 @@ constexpr int kC = 64, kF = 128, kDepth = kC * 9;                // K of the imp
 constexpr int kTile = 192;                                       // output pixels of a block: 64 per warpgroup
 constexpr int kWeightBytes = kF * kDepth * 2;
 constexpr int kTapBytes = kWeightBytes / 9;                      // NHWC: one tap, 128 filters x 64 channels
-constexpr int kQuarterBytes = kWeightBytes / 4;                  // NCHW: 16 channels of all filters, all taps
-constexpr int kGroupBytes = kQuarterBytes / 16;                  // of which 8 filters
 constexpr int kSlots = 625, kMaxRows = 80;                       // NHWC: input pixels, input rows of a tile
 constexpr int kImageAt = kWeightBytes, kBarriersAt = kImageAt + kSlots * 128;
-constexpr int kNchwSlots = 464, kNchwImageAt = 3 * kQuarterBytes;  // NCHW: the last quarter of the weights comes to
-constexpr int kRawAt = kNchwImageAt + kNchwSlots * 128;            // where the tile of x was before its conversion
-constexpr int kRawBytes = 448 * kC * 2 + 128;
+constexpr int kSpan = 192, kBlocks = kSpan / 8, kMaxBlocks = 46;  // NCHW: output pixels of a block; blocks of 8 input pixels
+constexpr int kBlockPitch = 272;                                 // bytes of 8 pixels of 16 channels, and a pad for the banks
+constexpr int kCopyBytes = kMaxBlocks * kBlockPitch;             // 16 channels of an input tile; three of them, shifted by a pixel each
+constexpr int kWarpBytes = 2 * 16 * 288;                         // twice 16 channels of the weights of 16 filters
+constexpr int kStagePitch = 400;                                 // epilogue: bytes of kSpan pixels, and a pad for the banks
+constexpr int kNchwImageAt = 8 * kWarpBytes, kNchwBarriersAt = kNchwImageAt + 12 * kCopyBytes;
+constexpr int kNchwSharedBytes = 1024 + kNchwBarriersAt + 4 * 8;
 constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
-static_assert(kRawAt + kRawBytes <= kBarriersAt && kQuarterBytes <= kRawBytes && kRawAt % 1024 == 0, "NCHW");
-constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
-constexpr int kStagePitch = 144;                                 // NCHW epilogue: bytes of 64 pixels, and a pad
-static_assert(kSharedBytes <= 232448 && 3 * kF * kStagePitch <= 2 * kQuarterBytes, "shared memory of one block");
+constexpr int kEarlyTaps = 3;                                    // NHWC: taps requested together with x
+static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448, "shared memory of one block");
+static_assert(16 * kStagePitch <= kWarpBytes && 4 * kWarpBytes <= 3 * kCopyBytes, "what takes the place of other data");
 
 struct Divider {  // n / d for 0 <= n < 2^31
     unsigned multiplier = 0, shift = 0;
@@ -48,23 +50,24 @@ struct Divider {  // n / d for 0 <= n < 2^31
     DEVICE int operator()(int n) const { return static_cast<int>(1ull * static_cast<unsigned>(n) * multiplier >> shift); }
 };
 
-// A tile is kTile consecutive output pixels (tile_w = 0), or a rectangle tile_h x tile_w of one image. Input rows lie
+// A tile is kTile consecutive output pixels (kFlat), or a rectangle tile_h x tile_w of one image. Input rows lie
 // `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
 // row n * (h + 1) is the row of zeros above image n, and below image n - 1.
 struct Geometry {
-    const __half *x;
+    const __half *x, *weights;
     __half *y;
-    int n, h, w, plane, total, tile_h, tile_w, tiles_w, tiles, pitch, box_w, vector;
-    Divider by_plane, by_w, by_rows, by_tile_w, by_tiles_w, by_tiles, by_vectors;
+    int n, h, w, plane, total, tile_h, tile_w, tiles_w, tiles, pitch, box_w, blocks_w, blocks, exact;
+    Divider by_plane, by_w, by_rows, by_tile_w, by_tiles_w, by_tiles;
 };
 
+template <bool kFlat>
 struct Tile {
     int n, p, column;  // rectangle: image, first output row and the input column of slot 0; otherwise column = -1
     int first_row, rows;
 
     DEVICE explicit Tile(const Geometry &g) : n(0), p(0), column(-1) {
         const int tile = blockIdx.x;
-        if (g.tile_w == 0) {
+        if constexpr (kFlat) {
             const int first = tile * kTile, last = min(first + kTile, g.total) - 1;
             const int first_n = g.by_plane(first), last_n = g.by_plane(last);
             first_row = first_n * (g.h + 1) + g.by_w(first - first_n * g.plane);
@@ -78,14 +81,14 @@ struct Tile {
     }
     // Input row i of the tile; h = -1 or g.h is a row of zeros.
     DEVICE void row_of(const Geometry &g, int i, int &image, int &h) const {
-        image = g.tile_w ? n : g.by_rows(first_row + i);
+        image = kFlat ? g.by_rows(first_row + i) : n;
         h = first_row + i - image * (g.h + 1) - 1;
     }
     // Output pixel m of the tile: the slot of its upper left input pixel, its image and its place in that; false: none.
     DEVICE bool pixel_of(const Geometry &g, int m, int &row, int &slot, int &image, int &place) const {
         int q;
         bool valid;
-        if (g.tile_w == 0) {
+        if constexpr (kFlat) {
             const int pixel = min(static_cast<int>(blockIdx.x) * kTile + m, g.total - 1);
             valid = pixel == static_cast<int>(blockIdx.x) * kTile + m;
             image = g.by_plane(pixel), place = pixel - image * g.plane;
@@ -120,20 +123,27 @@ DEVICE void load_row(unsigned to, const CUtensorMap *map, unsigned bar, int w, i
 DEVICE void load_tap(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
     asm volatile(BULK_LOAD("5d") "{%2, %3, %3, %3, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
 }
-DEVICE void load_quarter(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
-    asm volatile(BULK_LOAD("2d") "{%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
+DEVICE void copy_async(unsigned to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-DEVICE void copy_bulk(unsigned to, const void *from, unsigned bytes, unsigned bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void copy_wait(int pending) {  // a constant after unrolling
+    if (pending == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 2;" ::: "memory");
 }
 DEVICE void ldmatrix(unsigned (&a)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
 }
-DEVICE void stmatrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {  // four 8x8 blocks, each transposed
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                 ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+DEVICE void stmatrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE uint4 load_pixels(const __half *p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
 }
 DEVICE unsigned pack(float low, float high) {
     const __half2 v = __floats2half2_rn(low, high);
@@ -142,16 +152,28 @@ DEVICE unsigned pack(float low, float high) {
 
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b K-major in shared memory with the 128-byte swizzle.
-DEVICE void wgmma(float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b in shared memory, K-major or N-major; d may be wider.
+template <int kNMajor, int kSize>
+DEVICE void wgmma(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
         : D16(0), D16(16), D16(32), D16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
+}
+// The columns 128 to 191 of d, b N-major.
+DEVICE void wgmma_last(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
+        : D16(64), D16(80)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 
@@ -164,6 +186,7 @@ DEVICE unsigned chunk_address(unsigned image, int slot, int lane) {
     return image + slot * 128 + ((lane / 16 ^ (slot & 7)) << 4);
 }
 
+template <bool kFlat>
 __global__ void __launch_bounds__(384, 1)
 conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
     extern __shared__ unsigned char raw[];
@@ -171,15 +194,15 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
     const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
     if (threadIdx.x == 0) prefetch(&x_map);
-    if (threadIdx.x == 352) prefetch(&w_map);
-    const Tile tile(g);
-
     const auto request_tap = [&](int tap) {
         barrier_expect(tap_bars + tap * 8, kTapBytes);
         load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
     };
+    if (threadIdx.x == 352) barrier_init(tap_bars, 1), fence_barrier_init(), request_tap(0);
+    const Tile<kFlat> tile(g);
+
     if (lane == 0) {  // the rows of x and the first taps at once; a warp requests what it has made a barrier for
-        for (int i = warp; i < tile.rows; i += 12) {
+        LOOP for (int i = warp; i < tile.rows; i += 12) {
             barrier_init(row_bars + i * 8, 1), fence_barrier_init();
             int n, h;
             tile.row_of(g, i, n, h);
@@ -188,15 +211,15 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         }
         const int tap = 11 - warp;
         if (tap < 9) {
-            barrier_init(tap_bars + tap * 8, 1), fence_barrier_init();
-            if (tap < kEarlyTaps) request_tap(tap);
+            if (tap > 0) barrier_init(tap_bars + tap * 8, 1), fence_barrier_init();
+            if (tap > 0 && tap < kEarlyTaps) request_tap(tap);
         }
     }
     __syncthreads();
     const int m0 = warp * 16;
     int row, slot, n, place, ready, last, unused;
     long long offset[2];  // of the two rows of the accumulators that this lane holds
-    for (int i = 0; i < 2; ++i) {
+    UNROLL for (int i = 0; i < 2; ++i) {
         const bool valid = tile.pixel_of(g, m0 + lane / 4 + i * 8, row, slot, n, place);
         offset[i] = valid ? static_cast<long long>(n * g.plane + place) * kF : -1;
     }
@@ -205,21 +228,21 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
 
     unsigned a[2][4][4];  // the A operand of two taps: 16 pixels by 64 channels for a warp
     const auto load_a = [&](unsigned (&to)[4][4], int tap) {
-        for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
+        if (tap % 3 == 0) LOOP for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
         const unsigned address = chunk_address(image, slot + tap / 3 * g.pitch + tap % 3, lane);
         UNROLL for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
     };
     float d[64];
     load_a(a[0], 0);
     if (threadIdx.x == 256)  // the other taps when the last rows are there, which they would delay
-        for (int i = kEarlyTaps; i < 9; ++i) request_tap(i);
+        LOOP for (int i = kEarlyTaps; i < 9; ++i) request_tap(i);
     __syncwarp();
     UNROLL for (int tap = 0; tap < 9; ++tap) {
         barrier_wait(tap_bars + tap * 8);
         // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
         const unsigned long long b = (weights + tap * kTapBytes) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
         wgmma_fence();
-        UNROLL for (int j = 0; j < 4; ++j) wgmma(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
+        UNROLL for (int j = 0; j < 4; ++j) wgmma<0>(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
         wgmma_commit();
         if (tap < 8) wgmma_wait<1>(), load_a(a[(tap + 1) % 2], tap + 1);
     }
@@ -234,156 +257,179 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
                                pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
 }
 
-// NCHW: the block converts its tile of x and the weights to channels-last in shared memory. Three warpgroups convert x
-// and compute; the fourth regroups the weights [filter][channel][tap] into [tap][filter][channel], 16 channels at a time.
-__global__ void __launch_bounds__(512, 1)
-conv_nchw(const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
+// NCHW: the product is transposed, y[filter][pixel] = w[filter][k] x[k][pixel], so that x stays [channel][pixel]: B is
+// N-major, 8 pixels of a channel are 16 bytes. A shift by a row moves whole blocks of 8 pixels; a shift by a pixel does
+// not, so each group of 16 channels lies there three times. The weights come [filter][channel][tap] and go to A
+// registers: thread q of a quad takes channels 4 q to 4 q + 3, which the rows of B follow.
+// Positions are pixels counted through all images with a row of zeros below each: (n (h + 1) + row) w + column.
+template <bool kFlat>
+__global__ void __launch_bounds__(256, 1)
+conv_nchw(const __grid_constant__ Geometry g) {
     extern __shared__ unsigned char raw[];
     unsigned char *const smem = raw + (-shared_address(raw) & 1023);
-    const unsigned base = shared_address(smem), image = base + kNchwImageAt;
-    const unsigned raw_bars = base + kBarriersAt, ready_bars = raw_bars + 32, free_bar = ready_bars + 32, x_bar = free_bar + 8;
-    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = warp / 4;
-    const Tile tile(g);
-    const auto quarter_at = [](int quarter) { return quarter < 3 ? quarter * kQuarterBytes : kRawAt; };
-    const auto request_quarter = [&](int quarter) {
-        barrier_expect(raw_bars + quarter * 8, kQuarterBytes);
-        load_quarter(base + quarter_at(quarter), &w_map, raw_bars + quarter * 8, quarter * (kDepth / 4));
-    };
-    // Rows of x that follow each other in memory from row i on; 0 when row i is zeros.
-    const auto run_of = [&](int i, int &n, int &h) {
-        tile.row_of(g, i, n, h);
-        return h >= 0 && n < g.n ? min(tile.rows - i, g.h - h) : 0;
-    };
-    const int row_bytes = g.w * 2, channel_bytes = tile.rows * row_bytes;
-
-    if (thread == 384) {
-        for (int i = 0; i < 4; ++i) barrier_init(raw_bars + i * 8, 1), barrier_init(ready_bars + i * 8, 128);
-        barrier_init(free_bar, 12), barrier_init(x_bar, 1), fence_barrier_init();
+    const unsigned base = shared_address(smem), image = base + kNchwImageAt, bars = base + kNchwBarriersAt;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, filter = warp * 16;
+    if (thread == 0) {
+        for (int i = 0; i < 4; ++i) barrier_init(bars + i * 8, 8);
+        fence_barrier_init();
     }
+    // Where a quarter of this warp's weights goes: two places; the third one comes to where the last channels of x will be.
+    const auto weights_at = [&](int quarter) {
+        if (kFlat && quarter == 2) return kNchwImageAt + 9 * kCopyBytes + warp * (kWarpBytes / 2);
+        return warp * kWarpBytes + (kFlat ? quarter == 1 : quarter % 2) * (kWarpBytes / 2);
+    };
+    const auto fetch = [&](int quarter) {  // 16 channels of this warp's filters: 18 chunks of 16 bytes for each
+        const char *const from = reinterpret_cast<const char *>(g.weights + filter * kDepth) + quarter * 288;
+        const unsigned to = base + weights_at(quarter);
+        UNROLL for (int i = 0; i < 8; ++i)
+            copy_async(to + (lane / 16 + 2 * i) * 288 + lane % 16 * 16, from + (lane / 16 + 2 * i) * kDepth * 2 + lane % 16 * 16);
+        copy_async(to + lane / 2 * 288 + 256 + lane % 2 * 16, from + lane / 2 * kDepth * 2 + 256 + lane % 2 * 16);
+        copy_commit();
+    };
+    // The position of the tile's output pixel o
+    const auto position = [&](int o) { return g.exact ? o + g.by_plane(o) * g.w : o; };
+
+    if (g.total > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
+    // This thread's channel of each group of 16, and its blocks first + 16 i of 8 input pixels.
+    const int channel = thread / 16, first = thread % 16 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
+    const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
+    int offset[3];             // in the image's first channel; -1: zeros
+    bool at_left[3], at_right[3];
+    UNROLL for (int i = 0; i < 3; ++i) {
+        const int q = start + (first + 16 * i) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
+        const int n = g.by_rows(max(r - 2, 0)), h = r - 2 - n * (g.h + 1);
+        offset[i] = kFlat && r >= 2 && n < g.n && h < g.h && first + 16 * i <= blocks ? n * kC * g.plane + h * g.w + column : -1;
+        at_left[i] = column == 0, at_right[i] = column == g.w - 8;
+    }
+    uint4 v[2][3];
+    const auto load = [&](int j) {
+        UNROLL for (int i = 0; i < 3; ++i)
+            v[j % 2][i] = offset[i] >= 0 ? load_pixels(g.x + offset[i] + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
+    };
+    const auto fill = [&](int j, int i) {
+        const uint4 (&in)[3] = v[j % 2];
+        const unsigned last = i > 0 && thread % 16 == 15 ? in[i > 0 ? i - 1 : 0].w : in[i].w;
+        const unsigned next = i < 2 && thread % 16 == 0 ? in[i < 2 ? i + 1 : 2].x : in[i].x;
+        unsigned before = __shfl_sync(~0u, last, thread - 1 & 15, 16), after = __shfl_sync(~0u, next, thread + 1 & 15, 16);
+        if (at_left[i]) before = 0;
+        if (at_right[i]) after = 0;
+        const auto join = [](unsigned low, unsigned high) { return __byte_perm(low, high, 0x5432); };
+        const unsigned xy = join(in[i].x, in[i].y), yz = join(in[i].y, in[i].z), zw = join(in[i].z, in[i].w);
+        if (first + 16 * i < 0 || first + 16 * i >= blocks) return;
+        unsigned char *const at = smem + to + 16 * i * kBlockPitch + j * 3 * kCopyBytes;
+        *reinterpret_cast<uint4 *>(at) = make_uint4(join(before, in[i].x), xy, yz, zw);
+        *reinterpret_cast<uint4 *>(at + kCopyBytes) = in[i];
+        *reinterpret_cast<uint4 *>(at + 2 * kCopyBytes) = make_uint4(xy, yz, zw, join(in[i].w, after));
+    };
+    const auto filled = [&](int j) {
+        fence_proxy(), __syncwarp();
+        if (lane == 0) barrier_arrive(bars + j * 8);
+    };
+    unsigned a[2][9][4];
+    const auto load_a = [&](int j, int half) {  // of filters lane / 4 + 8 half
+        unsigned in[18];  // 4 channels by 9 taps
+        const uint2 *const from = reinterpret_cast<const uint2 *>(
+            smem + weights_at(j) + (half * 8 + lane / 4) * 288 + lane % 4 * 72);
+        UNROLL for (int i = 0; i < 9; ++i) in[2 * i] = from[i].x, in[2 * i + 1] = from[i].y;
+        UNROLL for (int tap = 0; tap < 9; ++tap)
+            UNROLL for (int c = 0; c < 4; c += 2)
+                a[j % 2][tap][c + half] = __byte_perm(in[(c * 9 + tap) / 2], in[(c * 9 + 9 + tap) / 2], tap % 2 ? 0x5432 : 0x7610);
+    };
+
+    if constexpr (kFlat) load(0), load(1);
     __syncthreads();
-    if (group == 3) {
-        if (thread == 384) request_quarter(0), request_quarter(1);
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            barrier_wait(raw_bars + quarter * 8);
-            unsigned char *const at = smem + quarter_at(quarter);
-            unsigned in[2][36];  // 8 channels of 2 filters; a warp holds whole groups of 8 filters
-            UNROLL for (int u = 0; u < 2; ++u) {
-                const int f = thread % 128 / 2 + u * 64, octet = thread % 2;
-                const uint4 *const from = reinterpret_cast<const uint4 *>(at + f * (kQuarterBytes / kF) + octet * 144);
-                UNROLL for (int i = 0; i < 9; ++i) {
-                    const uint4 v = from[i];
-                    in[u][i * 4] = v.x, in[u][i * 4 + 1] = v.y, in[u][i * 4 + 2] = v.z, in[u][i * 4 + 3] = v.w;
-                }
-            }
-            __syncwarp();
-            UNROLL for (int u = 0; u < 2; ++u) {
-                const int f = thread % 128 / 2 + u * 64, octet = thread % 2;
-                UNROLL for (int tap = 0; tap < 9; ++tap) {
-                    const auto pair = [&](int c) {
-                        const int low = c * 9 + tap, high = low + 9;
-                        return __byte_perm(in[u][low / 2], in[u][high / 2], low % 2 ? 0x5432 : 0x7610);
-                    };
-                    *reinterpret_cast<uint4 *>(at + f / 8 * kGroupBytes + tap * 256 + octet * 128 + f % 8 * 16) =
-                        make_uint4(pair(0), pair(2), pair(4), pair(6));
-                }
-            }
-            fence_proxy(), barrier_arrive(ready_bars + quarter * 8);
-        }
-        return;
-    }
-
-    if (g.vector) {
-        if (lane == 0) {  // octets of channels lie 16 bytes further apart than their size, for the banks
-            int bytes = 0;
-            for (int i = 0, n, h; i < tile.rows;) {
-                const int run = run_of(i, n, h);
-                for (int c = warp; run && c < kC; c += 12)
-                    copy_bulk(base + kRawAt + c * channel_bytes + c / 8 * 16 + i * row_bytes,
-                              g.x + static_cast<long long>(n * kC + c) * g.plane + h * g.w, run * row_bytes, x_bar);
-                bytes += run * row_bytes * kC;
-                i += run ? run : 1;
-            }
-            if (warp == 0) barrier_expect(x_bar, bytes);
-        }
-        __syncwarp(), barrier_wait(x_bar);
-        const int vectors = g.w / 8;
-        for (int e = thread; e < tile.rows * vectors * 8; e += 384) {  // 8 channels by 8 pixels
-            const int row = g.by_vectors(e / 8), v = e / 8 - row * vectors, octet = e % 8;
-            int n, h;
-            const bool inside = run_of(row, n, h);
-            uint4 in[8];
-            UNROLL for (int c = 0; c < 8; ++c) {
-                in[c] = *reinterpret_cast<const uint4 *>(smem + kRawAt + (octet * 8 + c) * channel_bytes + octet * 16 + row * row_bytes + v * 16);
-                if (!inside) in[c] = make_uint4(0, 0, 0, 0);
-            }
+    fetch(1);
+    if constexpr (kFlat) {
+        UNROLL for (int i = 0; i < 3; ++i) fill(0, i);
+        filled(0);
+        fetch(2), load(2);
+    } else {  // a rectangle, element by element
+        const Tile<false> tile(g);
+        for (int e = thread; e < 12 * 16 * blocks; e += 256) {
+            const int copy = e / (16 * blocks), c = e / blocks % 16, b = e % blocks, h = tile.p + b / 4 - 1;
+            __half pixels[8];
             UNROLL for (int i = 0; i < 8; ++i) {
-                const int slot = row * g.pitch + 1 + v * 8 + i;
-                const auto word = [&](int c) { return i / 2 == 0 ? in[c].x : i / 2 == 1 ? in[c].y : i / 2 == 2 ? in[c].z : in[c].w; };
-                const auto pair = [&](int c) { return __byte_perm(word(c), word(c + 1), i % 2 ? 0x7632 : 0x5410); };
-                *reinterpret_cast<uint4 *>(smem + kNchwImageAt + slot * 128 + ((octet ^ (slot & 7)) << 4)) =
-                    make_uint4(pair(0), pair(2), pair(4), pair(6));
+                const int w = tile.column + b % 4 * 8 + i + copy % 3;
+                const bool inside = h >= 0 && h < g.h && w >= 0 && w < g.w;
+                pixels[i] = inside ? g.x[static_cast<long long>(tile.n * kC + copy / 3 * 16 + c) * g.plane + h * g.w + w] : __half(0.0f);
+            }
+            __half2 *const at = reinterpret_cast<__half2 *>(smem + kNchwImageAt + copy * kCopyBytes + b * kBlockPitch +
+                                                            (c / 2 % 2 * 8 + c / 4 * 2 + c % 2) * 16);
+            UNROLL for (int i = 0; i < 4; ++i) at[i] = __halves2half2(pixels[2 * i], pixels[2 * i + 1]);
+        }
+        UNROLL for (int j = 0; j < 4; ++j) filled(j);
+    }
+    copy_wait(kFlat ? 2 : 1), __syncwarp();
+    load_a(0, 0), load_a(0, 1), __syncwarp();
+    fetch(kFlat ? 3 : 2);
+    barrier_wait(bars);
+
+    float d[kSpan / 2];
+    const unsigned row_bytes = g.blocks_w * kBlockPitch;
+    // Where the columns 0 to 127 and 128 to 191 of the product are: a tile may cross into the next image after 64 or 128 pixels.
+    const int second = position(blockIdx.x * kSpan + 64) - start, third = position(blockIdx.x * kSpan + 128) - start;
+    const int first_part = second == 64 ? 0 : second, last_part = second == 64 ? third : 0;
+    UNROLL for (int j = 0; j < 4; ++j) {
+        if (j > 0) barrier_wait(bars + j * 8);
+        wgmma_fence();
+        UNROLL for (int tap = 0; tap < 9; ++tap) {
+            // N-major, no swizzle: blocks of 8 channels by 8 pixels lie 128 bytes apart in K and kBlockPitch apart in N
+            const auto b = [&](unsigned at) {
+                return (at + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
+                       static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
+            };
+            wgmma<1>(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
+            wgmma_last(d, a[j % 2][tap], b(image + last_part / 8 * kBlockPitch), j + tap > 0);
+            if (j == 3) continue;
+            if (tap < 3 && kFlat) fill(j + 1, tap);
+            if (tap == 2) {
+                wgmma_commit();
+                if (kFlat && j != 1) filled(j + 1);
+            }
+            if (tap == 3 && j == 0 && kFlat) load(3);
+            if (tap == 5) {
+                if (j > 0) wgmma_wait<1>();  // the A registers of the group before
+                copy_wait(kFlat ? 2 - j : 0), __syncwarp();
+                load_a(j + 1, 0);
+            }
+            if (tap == 7) {
+                load_a(j + 1, 1);
+                if (kFlat && j == 1) filled(2);  // now also the place of the third quarter is free
+                if (!kFlat && j == 0) __syncwarp(), fetch(3);
             }
         }
-        for (int e = thread; e < tile.rows * 16; e += 384)  // the padding left and right of each row
-            *reinterpret_cast<uint4 *>(smem + kNchwImageAt + (e / 16 * g.pitch + (e & 8 ? g.w + 1 : 0)) * 128 + e % 8 * 16) =
-                make_uint4(0, 0, 0, 0);
-    } else {
-        for (int e = thread; e < tile.rows * g.box_w * kC; e += 384) {
-            const int c = e / (tile.rows * g.box_w), rest = e % (tile.rows * g.box_w), row = rest / g.box_w;
-            const int slot = row * g.pitch + rest % g.box_w, w = tile.column + rest % g.box_w;
-            int n, h;
-            tile.row_of(g, row, n, h);
-            const bool inside = n < g.n && h >= 0 && h < g.h && w >= 0 && w < g.w;
-            *reinterpret_cast<__half *>(smem + kNchwImageAt + slot * 128 + ((c / 8 ^ (slot & 7)) << 4) + c % 8 * 2) =
-                inside ? g.x[static_cast<long long>(n * kC + c) * g.plane + h * g.w + w] : __half(0.0f);
-        }
-    }
-    fence_proxy();  // the last quarter overwrites what was read here
-    asm volatile("bar.sync 4, 384;" ::: "memory");
-    if (thread == 0) request_quarter(2), request_quarter(3);
-
-    const int m0 = warp * 16;
-    int row, slot, n, place;
-    tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
-    unsigned a[2][3][4];  // the A operand of two rows of taps: 16 pixels by 16 channels for each tap
-    const auto load_a = [&](unsigned (&to)[3][4], int step) {
-        UNROLL for (int j = 0; j < 3; ++j) ldmatrix(to[j], chunk_address(image, slot + step % 3 * g.pitch + j, lane) ^ step / 3 << 5);
-    };
-    float d[64];
-    load_a(a[0], 0);
-    UNROLL for (int step = 0; step < 12; ++step) {  // quarter of the channels, row of taps
-        if (step % 3 == 0) barrier_wait(ready_bars + step / 3 * 8);
-        // K-major, no swizzle: blocks of 8 filters by 8 channels lie 128 bytes apart in K and kGroupBytes apart in N
-        const unsigned long long b = (base + quarter_at(step / 3) + step % 3 * 3 * 256) >> 4 | 8ull << 16 |
-                                     static_cast<unsigned long long>(kGroupBytes >> 4) << 32;
-        wgmma_fence();
-        UNROLL for (int j = 0; j < 3; ++j) wgmma(d, a[step % 2][j], b + 16 * j, step + j > 0);
         wgmma_commit();
-        if (step < 11) {
-            wgmma_wait<1>();
-            if (step == 6 && lane == 0) barrier_arrive(free_bar);  // this warp needs the first two quarters no more
-            load_a(a[(step + 1) % 2], step + 1);
-        }
     }
+    // This lane's 8 output pixels, for 16 filters
+    int n, place, width = 8;
+    bool valid;
+    if constexpr (kFlat) {
+        const int q = start + (lane < 16 ? first_part + lane * 8 : last_part + lane * 8 - 128), r = g.by_w(q);
+        n = g.by_rows(r), place = (r - n * (g.h + 1)) * g.w + q - r * g.w;
+        valid = lane < kBlocks && n < g.n && r - n * (g.h + 1) < g.h;
+    } else {
+        const Tile<false> tile(g);
+        n = tile.n, place = (tile.p + lane / 4) * g.w + tile.column + 1 + lane % 4 * 8;
+        width = min(g.w - tile.column - 1 - lane % 4 * 8, 8), valid = lane < kBlocks && tile.p + lane / 4 < g.h;
+    }
+    __half *const y = g.y + static_cast<long long>(n * kF + filter) * g.plane + place;
     wgmma_wait<0>();
 
-    // [filter][64 pixels] for each warpgroup, where the first half of the weights was
-    barrier_wait(free_bar);
-    unsigned char *const stage = smem + group * kF * kStagePitch;
-    const unsigned to = shared_address(stage) + (lane / 16 * 8 + lane % 8) * kStagePitch + (warp % 4 * 16 + lane / 8 % 2 * 8) * 2;
-    UNROLL for (int j = 0; j < 64; j += 8)
-        stmatrix(to + j * 2 * kStagePitch, pack(d[j], d[j + 1]), pack(d[j + 2], d[j + 3]), pack(d[j + 4], d[j + 5]), pack(d[j + 6], d[j + 7]));
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-    const int inside = thread % 128, width = g.vector ? 8 : 1, columns = 64 / width, m = inside % columns * width;
-    const bool valid = tile.pixel_of(g, group * 64 + m, row, slot, n, place);
-    __half *const y = g.y + static_cast<long long>(n) * kF * g.plane + place;
+    // [filter][pixel] of this warp, where its weights were
+    unsigned char *const stage = smem + warp * kWarpBytes;
+    const unsigned row = shared_address(stage) + lane % 16 * kStagePitch + lane / 16 * 16;
+    UNROLL for (int b = 0; b < kBlocks; b += 2)
+        stmatrix(row + b * 16, pack(d[b * 4], d[b * 4 + 1]), pack(d[b * 4 + 2], d[b * 4 + 3]), pack(d[b * 4 + 4], d[b * 4 + 5]),
+                 pack(d[b * 4 + 6], d[b * 4 + 7]));
+    __syncwarp();
     if (!valid) return;
-    if (g.vector) {
-        UNROLL for (int f = inside / 8; f < kF; f += 16)
-            *reinterpret_cast<uint4 *>(y + f * g.plane) = *reinterpret_cast<const uint4 *>(stage + f * kStagePitch + m * 2);
+    if constexpr (kFlat) {
+        UNROLL for (int f = 0; f < 16; ++f)
+            *reinterpret_cast<uint4 *>(y + f * g.plane) = *reinterpret_cast<const uint4 *>(stage + f * kStagePitch + lane * 16);
     } else {
-        for (int f = inside / 64; f < kF; f += 2)
-            y[f * g.plane] = *reinterpret_cast<const __half *>(stage + f * kStagePitch + m * 2);
+        for (int f = 0; f < 16; ++f)
+            for (int i = 0; i < width; ++i)
+                y[f * g.plane + i] = *reinterpret_cast<const __half *>(stage + f * kStagePitch + lane * 16 + i * 2);
     }
 }
 
@@ -441,37 +487,38 @@ extern "C" int run(const klineage_call *call) {
     g.x = static_cast<const __half *>(x.data), g.y = static_cast<__half *>(y.data);
     g.n = n, g.h = h, g.w = width, g.plane = h * width, g.total = n * h * width;
     const int rows = (g.w + kTile - 2) / g.w + 3 + (g.plane + kTile - 2) / g.plane;  // at most, when tiles are flat
-    const int pitch = nhwc ? divide_up(g.w + 2, 8) * 8 : g.w + 2;
     int tiles;
-    if (g.w <= 254 && rows <= kMaxRows && rows * pitch <= (nhwc ? kSlots : kNchwSlots)) {
-        g.pitch = pitch, g.box_w = g.w + 2, g.vector = g.w % 8 == 0 && rows * g.w <= 448;
-        tiles = divide_up(g.total, kTile);
+    g.weights = static_cast<const __half *>(w.data), g.pitch = divide_up(g.w + 2, 8) * 8, g.box_w = g.w + 2, g.blocks_w = g.w / 8;
+    g.exact = g.plane % 64 == 0 && g.plane >= kSpan && kBlocks + 3 * g.blocks_w <= kMaxBlocks, g.blocks = kBlocks + (2 + g.exact) * g.blocks_w;
+    const bool flat = nhwc ? g.w <= 254 && rows <= kMaxRows && rows * g.pitch <= kSlots : g.w % 8 == 0 && g.blocks <= kMaxBlocks;
+    if (flat) {
+        tiles = nhwc ? divide_up(g.total, kTile) : divide_up(g.exact ? g.total : (g.n * (g.h + 1) - 1) * g.w, kSpan);
     } else {
-        g.tile_h = 12, g.tile_w = 16, g.tiles_w = divide_up(g.w, 16), g.tiles = g.tiles_w * divide_up(g.h, 12);
-        g.pitch = 24, g.box_w = 18, tiles = g.n * g.tiles;
+        g.tile_h = nhwc ? 12 : 6, g.tile_w = nhwc ? 16 : 32, g.pitch = 24, g.box_w = 18, g.blocks_w = 4, g.blocks = kBlocks + 8, g.exact = 0;
+        g.tiles_w = divide_up(g.w, g.tile_w), g.tiles = g.tiles_w * divide_up(g.h, g.tile_h), tiles = g.n * g.tiles;
         g.by_tile_w = Divider(g.tile_w), g.by_tiles_w = Divider(g.tiles_w), g.by_tiles = Divider(g.tiles);
     }
-    g.by_plane = Divider(g.plane), g.by_w = Divider(g.w), g.by_rows = Divider(g.h + 1), g.by_vectors = Divider(g.w < 8 ? 1 : g.w / 8);
+    g.by_plane = Divider(g.plane), g.by_w = Divider(g.w), g.by_rows = Divider(g.h + 1);
     CUtensorMap x_map, w_map;
     constexpr cuuint64_t filter = kDepth * 2;
     const cuuint64_t pixel = kC * 2, w64 = width, h64 = h, n64 = n;
     const cuuint64_t x_strides[] = {pixel, pixel * w64, pixel * w64 * h64}, order[] = {filter, 8 * filter, 2 * filter, 32 * filter};
     // NHWC: filter 32 g + 8 t + 2 j + b goes to row 32 g + 8 j + 2 t + b, so that lane t of a quad holds 8 neighbours
-    const bool made = nhwc ? encode<4>(&x_map, x.data, {kC, w64, h64, n64}, x_strides, {kC, g.box_w + 0u, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B) &&
-                                 encode<5>(&w_map, w.data, {kDepth, 2, 4, 4, 4}, order, {kC, 2, 4, 4, 4}, CU_TENSOR_MAP_SWIZZLE_128B)
-                           : encode<2>(&w_map, w.data, {kDepth, kF}, &filter, {kDepth / 4, kF}, CU_TENSOR_MAP_SWIZZLE_NONE);
+    const bool made = !nhwc || (encode<4>(&x_map, x.data, {kC, w64, h64, n64}, x_strides, {kC, g.box_w + 0u, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B) &&
+                                encode<5>(&w_map, w.data, {kDepth, 2, 4, 4, 4}, order, {kC, 2, 4, 4, 4}, CU_TENSOR_MAP_SWIZZLE_128B));
     KLINEAGE_REQUIRE(call, made, "conv2d: no tensor map");
 
     static thread_local int prepared = -1;  // the device on which the kernels may use that much shared memory
     int device;
     if (cudaGetDevice(&device) == cudaSuccess && device != prepared) {
-        cudaFuncSetAttribute(conv_nhwc, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-        cudaFuncSetAttribute(conv_nchw, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        constexpr auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
+        for (auto kernel : {conv_nhwc<true>, conv_nhwc<false>}) cudaFuncSetAttribute(kernel, limit, kSharedBytes);
+        for (auto kernel : {conv_nchw<true>, conv_nchw<false>}) cudaFuncSetAttribute(kernel, limit, kNchwSharedBytes);
         prepared = device;
     }
     const auto stream = static_cast<cudaStream_t>(call->stream);
-    if (nhwc) conv_nhwc<<<tiles, 384, kSharedBytes, stream>>>(x_map, w_map, g);
-    else conv_nchw<<<tiles, 512, kSharedBytes, stream>>>(w_map, g);
+    if (nhwc) (flat ? conv_nhwc<true> : conv_nhwc<false>)<<<tiles, 384, kSharedBytes, stream>>>(x_map, w_map, g);
+    else (flat ? conv_nchw<true> : conv_nchw<false>)<<<tiles, 256, kNchwSharedBytes, stream>>>(g);
     const cudaError_t status = cudaGetLastError();
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
