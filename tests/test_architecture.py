@@ -40,7 +40,10 @@ NARROWER = {
 """Parts that may import less than their floor allows, and the worker, which stands beside the house."""
 ANYWHERE = {"__init__", "__main__"}
 """The facade re-exports lazily from everywhere; `python -m` starts the command."""
-HEAVY = {"torch", "numpy", "triton", "tilelang", "flashinfer", "flag_gems", "fla", "cupy", "anthropic", "matplotlib", "starlette", "uvicorn", "httpx"}
+HEAVY = {
+    "torch", "numpy", "triton", "tilelang", "flashinfer", "flag_gems", "fla", "cupy", "anthropic", "matplotlib",
+    "starlette", "uvicorn", "httpx",
+}  # fmt: skip
 TRIVIAL = 3
 """Lines of a method that needs no explanation."""
 FILE_LIMIT, FILE_MEDIAN, FUNCTION_LIMIT, FUNCTION_P90 = 500, 150, 60, 30

@@ -54,8 +54,6 @@ ORACLE_DEADLINE_S = 600.0
 """Longest time for the oracle to make a case's problems; large shapes in float64 take a while."""
 REFERENCE_LOAD_S = 300.0
 """Longest time for a reference on a GPU to load, to tune itself, and to try its variants."""
-HOG_BYTES = 8 << 30
-"""Memory of a GPU that comes free with the candidate's end, when there was none left: more than a process needs."""
 CRASH_GRACE_S = 1.0
 """How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
 
@@ -351,8 +349,9 @@ class Judgement:
         """
         for role in ("reference", "candidate"):
             worker = self.workers[role]
-            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
+            # Ended first: one that is told to stop is gone before anybody has seen what it had loaded.
             ended = worker.end()
+            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
             if role == "candidate":
                 self.libraries |= set(ended.libraries)
                 self.log = self.log or findings.clean(worker.log.text())
@@ -364,14 +363,18 @@ class Judgement:
             self._attach(role)
 
     def memory_reason(self) -> Reason | None:
-        """After a GPU ran out of memory: a reason when it is the candidate that had taken it. Ends the candidate."""
-        worker, free = self.workers.get("candidate"), self.bench.place.free_bytes()
-        if worker is None or free is None:
+        """After a GPU ran out of memory: a reason when the candidate had taken it. Ends the candidate.
+
+        More than half of the GPU comes free then: nobody else can have been the cause.
+        """
+        worker, before = self.workers.get("candidate"), self.bench.place.memory()
+        if worker is None or before is None:
             return None
         with contextlib.suppress(HarnessError):
             worker.end()
-        taken = (self.bench.place.free_bytes() or 0) - free
-        if taken < HOG_BYTES:
+        after = self.bench.place.memory()
+        taken = after.free_bytes - before.free_bytes if after is not None else 0
+        if taken <= before.total_bytes // 2:
             return None
         message = f"the kernel held {taken / 2**30:.1f} GiB of the GPU's memory; nothing was left to check it with"
         return Reason(code=Code.OUT_OF_MEMORY, message=message, evidence={"bytes": taken})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,6 +27,13 @@ GPU_FLUSH_BYTES = 256 << 20
 """What Triton's do_bench writes between two calls: four times the L2 of an H200."""
 GPU_PEAKS = Peaks(flops=4.0e15, bytes=12.0e12)
 """Sparse fp8 at twice the H200's rate, and more than twice its memory's: no GPU of these platforms is faster."""
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a GPU: what nobody holds, and all of it."""
+
+    free_bytes: int
+    total_bytes: int
 
 
 class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,8 +141,8 @@ class Place(ABC):
     def watch(self) -> Watch:
         """Begin to look at the place."""
 
-    def free_bytes(self) -> int | None:
-        """Memory of the GPU that nobody holds; None where there is none, or nobody says."""
+    def memory(self) -> DeviceMemory | None:
+        """The GPU's memory; None where there is no GPU, or nobody says."""
         return None
 
 
@@ -184,14 +192,14 @@ class GpuPlace(Place):
     def watch(self) -> Watch:
         return GpuWatch(self.gpu)
 
-    def free_bytes(self) -> int | None:
+    def memory(self) -> DeviceMemory | None:
         """As the driver counts it."""
         nvml = open_nvml()
         if nvml is None:
             return None
         with nvml:
             memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
-        return None if memory is None else int(memory.free)
+        return None if memory is None else DeviceMemory(int(memory.free), int(memory.total))
 
 
 class NoPlace(Place):

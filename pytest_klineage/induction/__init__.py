@@ -1,1 +1,1 @@
-"""Induction: from an expert kernel to a lineage, and from lineages to skill cards. Using cards is the optimizers' part."""
+"""Induction: from an expert kernel to a lineage, from lineages to skill cards. Using cards is the optimizers' part."""

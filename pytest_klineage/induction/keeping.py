@@ -27,7 +27,7 @@ from pytest_klineage.induction.walk import Origin, Report, Walk, Walked, WalkSet
 from pytest_klineage.library.lineages import StoredLineage, load_lineage, save_lineage
 from pytest_klineage.llm.backend import Reply
 from pytest_klineage.llm.conversation import Conversation
-from pytest_klineage.llm.faults import BudgetExhausted, TrajectoryMismatch
+from pytest_klineage.llm.faults import BackendFailed, BudgetExhausted, Failure, TrajectoryMismatch
 from pytest_klineage.llm.session import Session
 from pytest_klineage.llm.trajectory import read_trajectory
 from pytest_klineage.records import Begun, Event, Lineage, Opened, Stopped, Termination, to_json
@@ -108,15 +108,17 @@ class RecordedOnly:
         self.name, self.model = begun.backend, begun.model
         self._limit_usd = begun.budget_usd
         ends = [event.reason for event in events if isinstance(event, Stopped)]
-        self._out_of_budget = bool(ends) and ends[-1] == Termination.BUDGET.value
+        self._end = ends[-1] if ends else ""
 
     def begin(self) -> None:
         """Nothing is kept between calls."""
 
     def worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
-        """Raises BudgetExhausted where the recorded run could not pay this call, else TrajectoryMismatch."""
-        if self._out_of_budget:
+        """Raises what ended the recorded run: BudgetExhausted or BackendFailed; else TrajectoryMismatch."""
+        if self._end == Termination.BUDGET.value:
             raise BudgetExhausted(self._limit_usd, 0.0, self._limit_usd)
+        if self._end == Termination.INTERRUPTED.value:
+            raise BackendFailed(Failure.CONNECTION, "the recorded run ended here", billed=False)
         raise TrajectoryMismatch(
             "the trajectory has no reply to what is asked next: it was recorded by another version, or is not whole. "
             "Make the lineage anew, or take version and files of the recording."

@@ -50,10 +50,18 @@ def sign_of(effect: Interval, near: float = NEAR) -> Sign:
 
 
 def agrees(recorded: Interval, measured: Interval, near: float = NEAR) -> bool:
-    """Whether a measured effect still has the recorded sign, or cannot be told from the recorded effect."""
-    if sign_of(recorded, near) is sign_of(measured, near):
+    """Whether a measured effect still has the recorded sign, or cannot be told from the recorded effect.
+
+    An interval that reaches over a limit has no sign that another could contradict.
+    """
+    if sign_of(recorded, near) is sign_of(measured, near) or _unclear(recorded, near) or _unclear(measured, near):
         return True
     return _gap(recorded, measured) <= math.log1p(near)
+
+
+def _unclear(effect: Interval, near: float) -> bool:
+    """Whether an effect is neither clear of none nor within `near` of it."""
+    return sign_of(effect, near) is Sign.SAME and not (effect.low >= 1 / (1 + near) and effect.high <= 1 + near)
 
 
 def recheck(stored: StoredLineage, index: int, judge: Judge) -> Rechecked:

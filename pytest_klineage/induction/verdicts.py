@@ -122,7 +122,9 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Whether both are of one class: right, or one way of being wrong."""
+        """Whether both are of one class: right, or one way of being wrong. A machine that cannot judge says nothing."""
+        if self.fresh.status is Status.SKIPPED:
+            return True
         return verdict_class(self.recorded.status) == verdict_class(self.fresh.status)
 
 
@@ -149,13 +151,15 @@ class ReplayJudging:
 
 
 def judged_in_peace(judge: Judge, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
-    """A verdict; where others used the machine, or the interval is wide, the sharpest of three."""
+    """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one."""
     verdicts = [judge(case, source, against)]
     while len(verdicts) < BLURRED_TRIES and _blurred(verdicts[-1]):
         time.sleep(PAUSE_S)
         verdicts.append(judge(case, source, against))
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.
-    return verdicts[-1] if not verdicts[-1].scored else min(verdicts, key=_blur)
+    if not verdicts[-1].scored:
+        return verdicts[-1]
+    return min(verdicts, key=lambda verdict: (verdict.code is Code.INCONCLUSIVE_BUSY, _blur(verdict)))
 
 
 def _blurred(verdict: Verdict) -> bool:

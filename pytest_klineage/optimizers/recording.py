@@ -57,7 +57,9 @@ class Rejudged(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Whether both verdicts are of one class."""
+        """Whether both verdicts are of one class. A machine that cannot judge says nothing."""
+        if self.verdict.status is Status.SKIPPED:
+            return True
         return verdict_class(self.recorded.status) == verdict_class(self.verdict.status)
 
 

@@ -33,16 +33,20 @@ from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker import device
 from pytest_klineage.worker.calls import CallLoop
 
-HEAD_START_CYCLES, HEAD_START_MOST = 250_000, 4_000_000
+HEAD_START_CYCLES, HEAD_START_MOST = 250_000, 1_000_000
 """The device spins for so many of its cycles per call (0.15 ms) before a block begins: by then the calls are queued,
 and no call's time is that of the host's launching it. Where queueing took longer last time, it spins longer, up to the
 second figure."""
+LAUNCH_NS = 100_000
+"""Of a call's own queueing, what counts for the next head start: a kernel must not lengthen its own."""
 CYCLES_PER_NS = 2
 """Of the device's clock, at most; with half as much again for a host that is slower next time."""
 HEAD_START_KERNEL = "spin_kernel"
 """How a profile names it."""
 MASK_KERNEL = "BitwiseXor"
 """A part of the names of torch's kernels by which inputs are unmasked."""
+FILL = "Memset ("
+"""How a profile names fills: with a blank that no function's name can have before its bracket."""
 HEAD_START_CALLS = 40
 """Longer blocks get the head start of so many calls."""
 GRAPH_REPLAYS = 5
@@ -83,6 +87,7 @@ class DeviceClock:
         self._flush_address, self._flush_bytes = self._flush.data_ptr(), flush_bytes
         self._events: list[Moments] = []
         self._head_start_cycles = HEAD_START_CYCLES
+        self._now, self._in_calls_ns = time.perf_counter_ns, 0
         self.begin = device.call(driver.cuEventCreate, 0)
         """A block's beginning, before the head start."""
         self._new_event, self._record, self._wait = driver.cuEventCreate, driver.cuEventRecord, driver.cuStreamWaitEvent
@@ -113,6 +118,8 @@ class DeviceClock:
 
     def plan_head_start(self, queueing_ns: int, calls: int) -> None:
         """Make the next head start long enough for a host that took so long to queue so many calls."""
+        in_calls_ns, self._in_calls_ns = self._in_calls_ns, 0
+        queueing_ns -= max(0, in_calls_ns - calls * LAUNCH_NS)
         needed = 3 * CYCLES_PER_NS * queueing_ns // (2 * calls)
         self._head_start_cycles = min(max(HEAD_START_CYCLES, needed), HEAD_START_MOST)
 
@@ -130,7 +137,9 @@ class DeviceClock:
         if self._flush_bytes:
             self._memset(self._flush_address, 0, self._flush_bytes, stream)
         record(moments.start, stream)
+        began = self._now()
         result = invoke()
+        self._in_calls_ns += self._now() - began
         record(moments.stop, stream)
         self._record_all(self.context, moments.everything)
         self._wait(stream, moments.everything, 0)
@@ -320,10 +329,11 @@ def halves(tensor: Any) -> Any:
 def summary(executed: list[tuple[int, int, str]], *, fills: int, masks: int) -> tuple[tuple[KernelTime, ...], int]:
     """Kernels by name, and for how long the device was busy with them, without what is ours.
 
-    Ours are the flushes (so many of the longest fills), the unmasking (so many of the longest of its kernels), and the
-    head start (the first of its name): a kernel of the candidate's that has such a name is one too many.
+    Ours are the flushes (so many of the longest fills, by a name that no function can have), the unmasking (so many of
+    the shortest of its name: never more time than was ours), and the head start (the first of its name).
     """
-    ours = longest(executed, "Memset", fills) + longest(executed, MASK_KERNEL, masks)
+    ours = longest(executed, FILL, fills)
+    ours += sorted((item for item in executed if MASK_KERNEL in item[2]), key=lambda item: item[1])[:masks]
     ours += sorted(item for item in executed if HEAD_START_KERNEL in item[2])[:1]
     left = list((Counter(executed) - Counter(ours)).elements())
     return by_name(left), covered_ns([(start, start + length) for start, length, _name in left])

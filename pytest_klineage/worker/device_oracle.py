@@ -58,7 +58,7 @@ class Blocks:
         self.oracle = oracle
         # The least of three: another gate may have been at work on the GPU during one of them.
         self.settle_ns = min(settle_time_ns() for _ in range(3))
-        self.host_bound_ns = max(settle_time_ns(head_start=False) for _ in range(3))
+        self.host_bound_ns = sorted(settle_time_ns(head_start=False) for _ in range(3))[1]
 
     def check(self, request: CheckRequest, arena: int) -> Checked:
         """One planned check as a block of a single call."""
@@ -73,17 +73,25 @@ class Blocks:
         return Checked(checks=checks, reasons=outcome.reasons)
 
     def time(self, request: TimeRequest) -> Timed:
-        """Blocks for all roles, once more on other inputs where the device went on working after a call.
+        """Blocks for all roles; those of new processes once more where the device went on working after a call.
 
-        Who hides work does so again. A process that is being ended, with what it had left on the device, does not.
+        A process that is being ended leaves work on the device. Later nobody gets another try: a kernel could be late
+        on purpose wherever it does not like its inputs.
         """
+        players = [self.oracle.players[role] for role in dict.fromkeys(request.order)]
+        new = [player for player in players if isinstance(player, DevicePlayer) and player.is_new]
         try:
             timed = self._timed(request)
         except WorkerProblem as problem:
-            if not is_late(problem.reasons):
+            if not new or not is_late(problem.reasons):
                 raise
-            return self._timed(request)
-        return self._timed(request) if is_late(timed.reasons) else timed
+            timed = self._timed(request)
+        else:
+            if new and is_late(timed.reasons):
+                timed = self._timed(request)
+        for player in new:
+            player.is_new = False
+        return timed
 
     def _timed(self, request: TimeRequest) -> Timed:
         """Blocks for all roles; the two sides of a pair get the same inputs, and nobody gets the same twice."""

@@ -82,6 +82,8 @@ class DevicePlayer(Player):
         """How long an idle device takes to find itself idle, by the oracle's own measurement."""
         self.host_bound_ns = host_bound_ns
         """The same where the device waits for the host."""
+        self.is_new = True
+        """Whether nothing of it was timed yet: what it replaces may still be ending on the device."""
 
     def run_block(self, block: Block, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
         """Run a block on prepared memory and compare every slot."""

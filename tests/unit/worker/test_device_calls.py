@@ -25,9 +25,17 @@ def test_what_is_ours_is_left_out_and_no_more() -> None:
     ]  # fmt: skip
     kernels, busy_ns = summary(executed, fills=1, masks=1)
     assert {(kernel.name, kernel.total_ns) for kernel in kernels} == {
-        ("spin_kernel(long)", 300), ("Memset (Device)", 2), ("BitwiseXorFunctor", 1), ("own", 10),
+        ("spin_kernel(long)", 300), ("Memset (Device)", 2), ("BitwiseXorFunctor", 3), ("own", 10),
     }  # fmt: skip
-    assert busy_ns == 313
+    assert busy_ns == 315
+
+
+@pytest.mark.parametrize("name", ["BitwiseXor_gemm(int*)", "Memset_gemm(int*)"])
+def test_a_borrowed_name_hides_no_time(name: str) -> None:
+    executed = [(0, 60, "Memset (Device)"), (100, 3, "BitwiseXorFunctor"), (200, 500, name)]
+    kernels, busy_ns = summary(executed, fills=1, masks=1)
+    assert busy_ns == 500
+    assert [kernel.name for kernel in kernels] == [name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64])
