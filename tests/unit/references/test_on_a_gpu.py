@@ -34,6 +34,9 @@ SHAPES: dict[str, list[tuple[tuple[int, ...], str, dict[str, Any]]]] = {
     ],
     "topk": [((64, 4096, 512), "fp32", {})],
     "gdn": [((2, 6, 128, 64, 512), "bf16", {}), ((2, 6, 128, 64, 500), "bf16", {})],
+    "gdn_cumsum": [((6, 64, 512), "fp32", {})],
+    "gdn_kkt_solve": [((2, 6, 128, 64, 512), "bf16", {})],
+    "gdn_fused_fwd": [((2, 6, 128, 64, 512), "bf16", {})],
 }
 MEMBERS = ("torch", "cublas", "cudnn", "flashinfer", "fla", "vendor")
 CASES = [
