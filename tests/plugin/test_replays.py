@@ -1,0 +1,31 @@
+"""What models said is replayed: the recorded replies lead to the recorded cards, kernels and classes of verdicts.
+
+A part of it; all of it is `pytest suites/lineage suites/admission --platform cpu --klineage-llm replay`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+QUICK = ("--klineage-time-limit=0.5", "--klineage-precision=0.3", "--klineage-busy-limit=1")
+
+
+@pytest.mark.parametrize(
+    ("suite", "chosen"),
+    [
+        pytest.param("suites/admission/test_lift.py", "replayed_lift", id="cards"),
+        pytest.param("suites/admission/test_admission.py", "replayed_trial and (weight or cache)", id="trials"),
+        pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage"),
+    ],
+)
+def test_a_recording_is_replayed(pytestconfig: pytest.Config, suite: str, chosen: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", suite, "--platform=cpu"]
+    done = subprocess.run(
+        [*command, "--klineage-llm=replay", "-k", chosen, *QUICK],
+        cwd=pytestconfig.rootpath, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == pytest.ExitCode.OK, done.stdout[-4000:]
+    assert " passed" in done.stdout
