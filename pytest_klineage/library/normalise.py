@@ -43,6 +43,8 @@ CATEGORY_NEEDS: dict[Category, frozenset[str]] = {
     Category.SIMD: frozenset({"simd"}),
 }
 """What a step cannot do without, whatever its card says."""
+OF_WARPS = frozenset({"warp_shuffle"})
+"""What only a platform with warps can grant. On a CPU the code of a card alone shows what its category takes."""
 
 TRACES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
     (capability, literal, re.compile(pattern))
@@ -120,7 +122,10 @@ def traces_in(carrier: Carrier) -> frozenset[str]:
 
 def implied_needs(card: SkillCard) -> frozenset[str]:
     """Capabilities that follow from the card's category and code, declared or not."""
-    return CATEGORY_NEEDS.get(card.category, frozenset()) | traces_in(card.carrier)
+    of_category = CATEGORY_NEEDS.get(card.category, frozenset())
+    if set(card.scope.platforms) == {"cpu"}:
+        of_category -= OF_WARPS
+    return of_category | traces_in(card.carrier)
 
 
 def needs(card: SkillCard) -> frozenset[str]:

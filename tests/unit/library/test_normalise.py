@@ -135,6 +135,19 @@ def test_needs_are_those_declared_and_those_implied(make_card: Callable[..., Ski
 
 
 @pytest.mark.parametrize(
+    ("platforms", "implied"),
+    [(("cpu",), frozenset()), (("sm90",), {"warp_shuffle"}), (("cpu", "sm90"), {"warp_shuffle"}), ((), {"warp_shuffle"})],
+)
+def test_a_scan_on_a_cpu_needs_no_warps(
+    platforms: tuple[str, ...], implied: frozenset[str], make_card: Callable[..., SkillCard]
+) -> None:
+    card = make_card(
+        category=Category.SHUFFLE_SCAN, carrier=snippet("v = scan(v);"), scope=CardScope(platforms=platforms)
+    )
+    assert implied_needs(card) == implied
+
+
+@pytest.mark.parametrize(
     ("shape", "name"),
     [
         ({"M": 4096, "K": 64}, "M=2^12,K=2^6"),
