@@ -28,6 +28,7 @@ VERDICT_TOPIC = "verdict"
 """Topic of notes that hold a whole verdict, without its samples."""
 MALFORMED_TOPIC = "malformed"
 """Topic of notes on replies that held no kernel."""
+STEP_TOPIC = "step"
 STEP_NUMBER = re.compile(r"step (\d+):")
 """How notes on one step begin."""
 
@@ -60,6 +61,11 @@ class Step:
     source_digest: str = ""
 
     @property
+    def is_root(self) -> bool:
+        """Whether the kernel was given to the method, and is not its own."""
+        return any(topic == STEP_TOPIC and text.startswith("step 0:") for topic, text in self.notes)
+
+    @property
     def interval(self) -> Interval | None:
         """The speedup's interval, if the kernel was scored and the whole verdict is there."""
         if self.verdict is None or self.verdict.timing is None or self.mark is not Mark.SCORED:
@@ -86,8 +92,8 @@ class Optimization:
 
     @property
     def best(self) -> Step | None:
-        """The fastest scored step."""
-        scored = [step for step in self.steps if step.speedup is not None]
+        """The fastest scored step of the method's own: the root that it began with is none of its merits."""
+        scored = [step for step in self.steps if step.speedup is not None and not step.is_root]
         return max(scored, key=lambda step: step.speedup or 0.0) if scored else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -24,6 +25,10 @@ from pytest_klineage.plugin.models import ALL, Models
 from pytest_klineage.records import Begun, to_json
 from pytest_klineage.results import Record
 from pytest_klineage.surfaces import SURFACES
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# Not with the others: it lies in the folder above.
+from judged_roots import taking_known_root  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -76,9 +81,12 @@ def case_of(platform: str, operator: str) -> KernelCase:
 
 def ask(
     name: str, method: str, operator: str, session: KlineageSession, models: Models, judge: Judge,
-    write_line: Callable[[str], None],
+    write_line: Callable[[str], None], kept: Path,
 ) -> Outcome:  # fmt: skip
-    """Run or resume one optimization. The test is skipped when it is recorded and not to be resumed."""
+    """Run or resume one optimization. The test is skipped when it is recorded and not to be resumed.
+
+    `kept` is the file of verdicts, in which the root's may stand already.
+    """
     if models.is_recorded(name) and not is_resumed(session, name):
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     config, expert = session.config, expert_of(session, operator)
@@ -92,6 +100,8 @@ def ask(
         rules_path=config.getoption("--rules") or (Path("recorded") if begun else None),
     )  # fmt: skip
     opened = models.session(name, settings=_settings(name, method, task, steps, config))
+    if task.root is not None:
+        judge = taking_known_root(judge, task.root, [kept] if kept.is_file() else [], session.gate.machine())
 
     def on_step(step: StepProgress) -> None:
         write_line(f"{name}: {step.line}")

@@ -87,7 +87,7 @@ def test_head_to_head(
         else:
             kept = base_of(klineage_session) / f"{platform}{VERDICTS_SUFFIX}"
             judge = judging(klineage_session, klineage_session.gate, nodeid, method, keep=kept)
-            outcome = ask(name, method, operator, klineage_session, klineage_models, judge, write_line)
+            outcome = ask(name, method, operator, klineage_session, klineage_models, judge, write_line, kept)
     except UsageError as error:
         pytest.fail(f"klineage: {error}", pytrace=False)
     if outcome.stopped == "not_judged":

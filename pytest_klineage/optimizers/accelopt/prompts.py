@@ -60,7 +60,7 @@ PLAN = """Think of one optimization of this kernel, to be made in one step.
 3. Consider the order of loops, tiles, splitting and merging loops, how long values live, reuse, reordering, taking \
 work out of loops, fusing steps.
 4. A compiler stands between the code and what is executed; the two need not agree.
-5. Use no lower precision than the kernel does.
+5. Use no lower precision than the contract asks for; the kernel may use a higher one than it needs.
 6. Prefer a change of structure to a change of parameters. Where parameters must be tuned, say how they shall be found.
 
 # The kernel
@@ -74,8 +74,8 @@ work out of loops, fusing steps.
 Answer with the plan alone."""
 
 CARRY_OUT = """Somebody has studied the kernel below and made a plan. Make the plan concrete, and carry it out: change \
-the entry point and all that it calls together, where that is needed. Use no lower precision than the kernel does, \
-even if the plan says so.
+the entry point and all that it calls together, where that is needed. Use no lower precision than the contract \
+asks for, even if the plan says so.
 
 # The kernel
 

@@ -126,6 +126,8 @@ def write_trajectory(path: Path, method: str, operator: str, speeds: tuple[float
                 Answered(call=step, text=reply, stop_reason=StopReason.END, model="a-model", usage=usage),
                 Noted(topic="step", text=f"step {step}: card: cpp-pack-b"),
             ]  # fmt: skip
+        else:
+            events.append(Noted(topic="step", text="step 0: root"))
         failed = FAILURES[step % len(FAILURES)]
         verdict = verdict_of(operator, speed, code=None if speed else failed, digest=digest, label="", log=HOSTILE)
         best = max(filter(None, (best, speed)), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,13 @@ def test_the_running_best_only_rises(one: Optimization) -> None:
     assert [(step.number, best) for step, best in running_best(one.steps)] == [(0, 0.3), (1, 2.4), (4, 8.7)]
     assert one.best is not None
     assert one.best.number == 4
+
+
+def test_the_root_is_no_merit_of_the_method(one: Optimization) -> None:
+    assert one.steps[0].is_root
+    assert one.steps[0].speedup is not None
+    assert not any(step.is_root for step in one.steps[1:])
+    assert replace(one, steps=one.steps[:1]).best is None
 
 
 def test_a_step_has_its_verdict_its_reply_and_its_notes(one: Optimization) -> None:
