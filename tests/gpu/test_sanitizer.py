@@ -22,6 +22,11 @@ pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
 HELPER = HERE.parent / "exploits" / "gpu" / "shared" / "device.cuh"
 EXPERTS = {item.operator: item for item in find_experts(HERE.parents[1] / "experts", "sm90") if item.surface == "cuda"}
+GDN_PHASES = ("gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd")
+WATCHED = [
+    *(paper_case(name, "gpu", "torch") for name in ("gemm", "conv2d", "fmha", "topk", "gdn", *GDN_PHASES)),
+    make_case("conv2d", (8, 64, 56, 56, 128, 3, 1, 1), "fp16", "torch", layout="nhwc"),
+]
 CASE = make_case("gemm", (768, 768, 768), "bf16", "torch", at_least=1e-4)
 Watch = Callable[..., Sanitized]
 
@@ -55,11 +60,11 @@ def defective(name: str) -> KernelSource:
     return KernelSource(surface=Surface.CUDA, files=files, entry="run", label=name)
 
 
-@pytest.mark.parametrize("operator", ["gemm", "conv2d", "fmha", "topk", "gdn"])
-def test_an_expert_is_clean(operator: str, watch: Watch) -> None:
-    if operator not in EXPERTS or "expert" not in EXPERTS[operator].variants:
-        pytest.skip(f"experts/{operator}/sm90-cuda has no expert")
-    found = watch(EXPERTS[operator].source("expert"), paper_case(operator, "gpu", "torch"), *SANITIZERS)
+@pytest.mark.parametrize("case", WATCHED, ids=lambda case: case.id)
+def test_an_expert_is_clean(case: KernelCase, watch: Watch) -> None:
+    if case.operator not in EXPERTS or "expert" not in EXPERTS[case.operator].variants:
+        pytest.skip(f"experts/{case.operator}/sm90-cuda has no expert")
+    found = watch(EXPERTS[case.operator].source("expert"), case, *SANITIZERS)
     assert found.by_tool == dict.fromkeys(SANITIZERS, CLEAN)
     assert found.notes == ()
 
