@@ -1,17 +1,23 @@
-"""Options of all suites, registered once: pytest refuses an option that two suites bring. What they mean is theirs."""
+"""Options of all suites, registered once: pytest refuses an option that two suites bring. What they mean is theirs.
+
+Beside them what several suites need: progress lines, and the gate of replays.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from pytest_klineage import KlineageSession
+from pytest_klineage import GateSettings, KlineageSession, gate
 from pytest_klineage.library.retrieval import DEFAULT_K
+from pytest_klineage.records import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
+QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0}
+"""Of the gate of replays, which need only see whether a kernel is right. What the user gives counts."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,3 +102,17 @@ def write_line(request: pytest.FixtureRequest, klineage_session: KlineageSession
             reporter.write_line(line)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def quick_gate(klineage_session: KlineageSession) -> Iterator[gate.Gate]:
+    """The gate that replays of optimizations are judged by. Its processes start when it is first asked."""
+    settings = GateSettings(**(QUICK | klineage_session.settings.gate))
+    with gate.Gate(klineage_session.platform, settings, progress=klineage_session.progress) as quick:
+        yield quick
+
+
+@pytest.fixture(scope="session")
+def judged_before() -> dict[tuple[str, str], Verdict]:
+    """Verdicts of this session's replays by case and source."""
+    return {}

@@ -1,4 +1,4 @@
-"""The kernel that many runs begin with, judged once per machine and case; later runs take that verdict."""
+"""The kernel that many runs begin with, judged once: per machine and case when recording, per session in replays."""
 
 from __future__ import annotations
 
@@ -25,6 +25,18 @@ def taking_known_root(judge: Judge, root: KernelSource, paths: Sequence[Path], m
         return known if known is not None else judge(case, source)
 
     return judged
+
+
+def judging_once(judge: Judge, known: dict[tuple[str, str], Verdict]) -> Judge:
+    """A judge for replays: a kernel that several runs have, such as the naive one, is judged in the first of them."""
+
+    def once(case: KernelCase, source: KernelSource) -> Verdict:
+        key = (case.id, source.digest)
+        if key not in known:
+            known[key] = judge(case, source)
+        return known[key]
+
+    return once
 
 
 def _judged_before(paths: Sequence[Path], case: KernelCase, digest: str, machine: Machine) -> Verdict | None:

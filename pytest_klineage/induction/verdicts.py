@@ -17,7 +17,7 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, HarnessError, StoreError, UsageError
 from pytest_klineage.llm.session import Session
-from pytest_klineage.optimizers.recording import verdict_class
+from pytest_klineage.optimizers.recording import same_class
 from pytest_klineage.records import (
     Asked,
     Code,
@@ -122,10 +122,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def agrees(self) -> bool:
-        """Whether both are of one class: right, or one way of being wrong. A machine that cannot judge says nothing."""
-        if self.fresh.status is Status.SKIPPED:
-            return True
-        return verdict_class(self.recorded.status) == verdict_class(self.fresh.status)
+        """Whether both are of one class."""
+        return same_class(self.recorded, self.fresh)
 
 
 class ReplayJudging:

@@ -249,7 +249,7 @@ class _Run:
             return verdict, Told(verdict=short, feedback=feedback_text(short))
         if self._is_replay and self._rejudge:
             verdict = self._judge(self.task.case, source)
-            self._rejudged.append(Rejudged(step=step, recorded=told.verdict.code, verdict=verdict))
+            self._rejudged.append(Rejudged(step=step, recorded=told.verdict, verdict=verdict))
         return told.verdict, told
 
     def _write(self, seen: Observation, told: Told) -> None:

@@ -67,6 +67,7 @@ from pytest_klineage.records.verdict import (
     Status,
     Timing,
     Verdict,
+    is_at_the_edge,
     speedup,
 )
 
@@ -144,6 +145,7 @@ __all__ = [
     "cost_curve",
     "from_json",
     "from_plain",
+    "is_at_the_edge",
     "json_schema",
     "parse_trajectory",
     "platform_name",

@@ -101,6 +101,17 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float | int | str | bool] = {}
 
 
+EDGE = 2.0
+"""Up to so many times what is allowed, an error is rounding that went too far. What was not computed errs by more."""
+
+
+def is_at_the_edge(reason: Reason) -> bool:
+    """Whether a value was wrong by so little that other inputs of the same kind might have passed."""
+    error, bound = reason.evidence.get("error"), reason.evidence.get("bound")
+    known = isinstance(error, float | int) and isinstance(bound, float | int)
+    return known and bound < error <= EDGE * bound  # type: ignore[operator]  # numbers: said one line above
+
+
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of one output of one repetition with the oracle."""
 

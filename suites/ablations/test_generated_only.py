@@ -75,9 +75,7 @@ def test_generated_only(
     """The model gets as far as it gets: only a replay can fail. A case that cannot be judged here is skipped."""
     name = f"{NAME}-{klineage_session.platform}/{method}/{operator}-{trial}"
     index = CardIndex(()) if method == DEFAULT else library(request.config, klineage_models)
-    outcome = run_trial(
-        name, method, operator, klineage_session, klineage_models, request.config, index, request.node.nodeid
-    )
+    outcome = run_trial(name, method, operator, klineage_session, klineage_models, index, request)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
     assert not (found := disagreements(outcome)), found

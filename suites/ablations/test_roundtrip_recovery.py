@@ -64,9 +64,7 @@ def test_roundtrip_recovery(
     """The model gets as far as it gets: only a replay can fail. A case that cannot be judged here is skipped."""
     name = f"{NAME}-{klineage_session.platform}/klineage/{operator}-{trial}"
     index = library(request.config, klineage_models)
-    outcome = run_trial(
-        name, "klineage", operator, klineage_session, klineage_models, request.config, index, request.node.nodeid
-    )
+    outcome = run_trial(name, "klineage", operator, klineage_session, klineage_models, index, request)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
     assert not (found := disagreements(outcome)), found

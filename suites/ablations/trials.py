@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict, paper_case
+from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
 from pytest_klineage.library.cards import find_cards
 from pytest_klineage.library.experts import Expert, find_experts
 from pytest_klineage.library.retrieval import CardIndex
@@ -20,6 +20,7 @@ from pytest_klineage.optimizers import Outcome, StepProgress, Task, instructions
 from pytest_klineage.optimizers.instructions import cpu_features
 from pytest_klineage.optimizers.klineage import CardMethod, card_method
 from pytest_klineage.optimizers.recording import VERDICT_TOPIC, Told
+from pytest_klineage.optimizers.session import Judge
 from pytest_klineage.plugin.models import Models
 from pytest_klineage.records import (
     Begun,
@@ -37,7 +38,7 @@ from pytest_klineage.results import Record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Not with the others: it lies in the folder above.
-from judged_roots import taking_known_root  # isort: skip
+from judged_roots import judging_once, taking_known_root  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -121,8 +122,8 @@ def recorded_in(session: KlineageSession, name: str) -> list[Trial]:
 
 
 def run_trial(
-    name: str, method: str, operator: str, session: KlineageSession, models: Models, config: pytest.Config,
-    index: CardIndex, nodeid: str,
+    name: str, method: str, operator: str, session: KlineageSession, models: Models, index: CardIndex,
+    request: pytest.FixtureRequest,
 ) -> Outcome:  # fmt: skip
     """Run, resume or replay the trial of that name. The test is skipped without a model, or without a recording."""
     if models.backend == "none":
@@ -130,6 +131,7 @@ def run_trial(
     if models.is_replay and not models.is_recorded(name):
         pytest.skip(f"no trajectory {models.path(name)} is recorded")
     expert, case = expert_of(session.platform, operator), case_of(session.platform, operator)
+    config = request.config
     steps = int(_recorded(models, name).get("steps", config.getoption("--steps") or STEPS))
     features = cpu_features() if session.platform == "cpu" else ()
     chosen = card_method(
@@ -138,10 +140,7 @@ def run_trial(
     )  # fmt: skip
     task = _task(expert, case, session, features)
     opened = models.session(name, settings=_settings(name, chosen, task, steps))
-    judge = judging(session, expert.source("expert"), nodeid, keep=None if models.is_replay else name)
-    if task.root is not None and not models.is_replay:
-        files = sorted(verdicts_path(session, name).parent.glob("*.jsonl"))
-        judge = taking_known_root(judge, task.root, files, session.gate.machine())
+    judge = _judge(name, session, models, expert, task, request)
     try:
         return optimize(
             task, chosen, opened, judge, max_steps=steps, target_speedup=RECOVERED, on_step=telling(session, name)
@@ -165,16 +164,14 @@ def telling(session: KlineageSession, name: str) -> Callable[[StepProgress], Non
     return tell
 
 
-def judging(
-    session: KlineageSession, expert: KernelSource, nodeid: str, *, keep: str | None
-) -> Callable[[KernelCase, KernelSource], Verdict]:
+def judging(session: KlineageSession, gate: Gate, expert: KernelSource, nodeid: str, *, keep: str | None) -> Judge:
     """A judge that times against the expert, and keeps every verdict: in the run store, and with `keep` in results/."""
 
     def judge(case: KernelCase, source: KernelSource) -> Verdict:
         if session.progress is not None:
             session.progress.begin(f"{case.id} {source.label}")
         try:
-            verdict = session.gate.judge(case, source, reference_source=expert)
+            verdict = gate.judge(case, source, reference_source=expert)
         finally:
             if session.progress is not None:
                 session.progress.end()
@@ -204,7 +201,7 @@ def trials_in(folder: Path) -> list[Trial]:
 def disagreements(outcome: Outcome) -> str:
     """In a replay: kernels whose verdict is of another class than the recorded one; empty when there are none."""
     return "\n".join(
-        f"step {item.step}: recorded {item.recorded.value}, now {item.verdict.code.value}: "
+        f"step {item.step}: recorded {item.recorded.code.value}, now {item.verdict.code.value}: "
         f"{item.verdict.reasons[0].message}"
         for item in outcome.rejudged
         if not item.agrees
@@ -234,6 +231,21 @@ def conditions(trials: list[Trial]) -> str:
     own = any("lifted from this operator and shape" in trial.cards for trial in trials)
     note = " Cards of the target's own operator and shape were in the library." if own else ""
     return f"Model: {models}. Machine: {devices or 'unknown'}. Reference: the expert's kernel, in the same run.{note}"
+
+
+def _judge(
+    name: str, session: KlineageSession, models: Models, expert: Expert, task: Task, request: pytest.FixtureRequest
+) -> Judge:
+    """The session's gate, which takes a known root's verdict; in a replay a quick one, and every source once."""
+    against, nodeid = expert.source("expert"), request.node.nodeid
+    if models.is_replay:
+        quick = judging(session, request.getfixturevalue("quick_gate"), against, nodeid, keep=None)
+        return judging_once(quick, request.getfixturevalue("judged_before"))
+    judge = judging(session, session.gate, against, nodeid, keep=name)
+    if task.root is None:
+        return judge
+    files = sorted(verdicts_path(session, name).parent.glob("*.jsonl"))
+    return taking_known_root(judge, task.root, files, session.gate.machine())
 
 
 def _task(expert: Expert, case: KernelCase, session: KlineageSession, features: tuple[str, ...]) -> Task:

@@ -132,7 +132,7 @@ def test_replayed_trial(
     recorded = trial.record.trial
     assert again.trial is not None, again.message
     assert (again.trial.outcome, again.trial.source_digest) == (recorded.outcome, recorded.source_digest)
-    other = [f"step {found.step}: {found.recorded} then, {found.verdict.code} now" for found in again.rejudged
+    other = [f"step {found.step}: {found.recorded.code} then, {found.verdict.code} now" for found in again.rejudged
              if not found.agrees]  # fmt: skip
     assert not other
 

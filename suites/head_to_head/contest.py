@@ -28,7 +28,7 @@ from pytest_klineage.surfaces import SURFACES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Not with the others: it lies in the folder above.
-from judged_roots import taking_known_root  # isort: skip
+from judged_roots import judging_once, taking_known_root  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -135,20 +135,14 @@ def is_resumed(session: KlineageSession, name: str) -> bool:
     return pattern == ALL or bool(pattern and fnmatch(name, pattern))
 
 
-def judging_once(judge: Judge, known: dict[tuple[str, str], Verdict]) -> Judge:
-    """A judge for replays: a kernel that several runs have, such as the naive one, is judged in the first of them."""
+def judging(
+    session: KlineageSession, gate: Gate, nodeid: str, method: str, *, keep: Path | None = None,
+    known: dict[tuple[str, str], Verdict] | None = None,
+) -> Judge:  # fmt: skip
+    """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`.
 
-    def once(case: KernelCase, source: KernelSource) -> Verdict:
-        key = (case.id, source.digest)
-        if key not in known:
-            known[key] = judge(case, source)
-        return known[key]
-
-    return once
-
-
-def judging(session: KlineageSession, gate: Gate, nodeid: str, method: str, *, keep: Path | None) -> Judge:
-    """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`."""
+    What is in `known` is not judged again; what is judged is added to it.
+    """
 
     def judge(case: KernelCase, source: KernelSource) -> Verdict:
         source = msgspec.structs.replace(source, label=source.label or method)
@@ -164,13 +158,13 @@ def judging(session: KlineageSession, gate: Gate, nodeid: str, method: str, *, k
             _append(keep, nodeid, verdict)
         return verdict
 
-    return judge
+    return judge if known is None else judging_once(judge, known)
 
 
 def disagreements(outcome: Outcome) -> str:
     """In a replay: kernels whose verdict is of another class than the recorded one; empty when there are none."""
     return "\n".join(
-        f"step {item.step}: recorded {item.recorded.value}, now {item.verdict.code.value}: "
+        f"step {item.step}: recorded {item.recorded.code.value}, now {item.verdict.code.value}: "
         f"{item.verdict.reasons[0].message}"
         for item in outcome.rejudged
         if not item.agrees

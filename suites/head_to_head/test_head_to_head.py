@@ -25,7 +25,6 @@ from contest import (
     ask,
     disagreements,
     judging,
-    judging_once,
     methods_asked,
     replay,
     run_numbers,
@@ -81,8 +80,8 @@ def test_head_to_head(
     name = f"{platform}/{method}/{operator}-{run}"
     try:
         if klineage_models.is_replay:
-            judge = judging(klineage_session, request.getfixturevalue("quick_gate"), nodeid, method, keep=None)
-            judge = judging_once(judge, request.getfixturevalue("judged_before"))
+            quick, known = request.getfixturevalue("quick_gate"), request.getfixturevalue("judged_before")
+            judge = judging(klineage_session, quick, nodeid, method, known=known)
             outcome = replay(name, operator, klineage_session, klineage_models, judge, tmp_path / "replay.jsonl")
         else:
             kept = base_of(klineage_session) / f"{platform}{VERDICTS_SUFFIX}"

@@ -44,6 +44,12 @@ class FakeGate:
     def __init__(self, platform, settings=None, progress=None):
         pass
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
     def machine(self):
         return MACHINE
 

@@ -136,7 +136,12 @@ def test_needs_are_those_declared_and_those_implied(make_card: Callable[..., Ski
 
 @pytest.mark.parametrize(
     ("platforms", "implied"),
-    [(("cpu",), frozenset()), (("sm90",), {"warp_shuffle"}), (("cpu", "sm90"), {"warp_shuffle"}), ((), {"warp_shuffle"})],
+    [
+        (("cpu",), frozenset()),
+        (("sm90",), {"warp_shuffle"}),
+        (("cpu", "sm90"), {"warp_shuffle"}),
+        ((), {"warp_shuffle"}),
+    ],
 )
 def test_a_scan_on_a_cpu_needs_no_warps(
     platforms: tuple[str, ...], implied: frozenset[str], make_card: Callable[..., SkillCard]
