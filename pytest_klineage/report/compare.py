@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pytest_klineage.errors import UsageError
 from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
+from pytest_klineage.report.wording import MEASURED
 
 MARGIN = 0.03
 """Change of speed that counts, where the user gives none."""
@@ -25,8 +26,6 @@ FEW_PAIRS = 12
 """Below this many samples a bootstrap is too narrow; the range of all stands in for it."""
 UNPAIRED = frozenset({"paper", "do_bench"})
 """Timing policies whose samples of both sides do not belong together."""
-MEASURED = "variant_ms."
-"""How facts about a reference begin that are times, not versions or flags."""
 SHOWN_DIFFERENCES = 3
 
 

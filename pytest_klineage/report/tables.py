@@ -13,7 +13,7 @@ from pytest_klineage.report import builds
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
 from pytest_klineage.report.builds import build_summary, only_built
-from pytest_klineage.report.wording import in_one_line
+from pytest_klineage.report.wording import MEASURED, in_one_line
 from pytest_klineage.results import Run
 
 WIDTH = 100
@@ -212,11 +212,12 @@ def _heading(run: Run) -> list[str]:
 
 
 def _references(verdicts: Sequence[Verdict]) -> list[str]:
-    """One line per reference that was really used: its label with versions and flags."""
+    """One line per reference that was really used: its label with versions and flags, without what it took."""
     described: dict[str, None] = {}
     for verdict in verdicts:
         if verdict.reference:
-            facts = ", ".join(f"{key} {value}" for key, value in verdict.reference.items())
+            told = {key: value for key, value in verdict.reference.items() if not key.startswith(MEASURED)}
+            facts = ", ".join(f"{key} {value}" for key, value in told.items())
             described.setdefault(f"- reference of {verdict.case.id}: {_escaped(facts)}")
     return list(described)
 

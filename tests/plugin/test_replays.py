@@ -1,6 +1,7 @@
 """What models said is replayed: the recorded replies lead to the recorded cards, kernels and classes of verdicts.
 
-A part of it; all of it is `pytest suites/lineage suites/admission --platform cpu --klineage-llm replay`.
+A part of it; all of it is `pytest suites/lineage suites/admission suites/ablations suites/head_to_head --platform cpu
+--klineage-llm replay`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ QUICK = ("--klineage-time-limit=0.5", "--klineage-precision=0.3", "--klineage-bu
         pytest.param("suites/admission/test_lift.py", "replayed_lift", id="cards"),
         pytest.param("suites/admission/test_admission.py", "replayed_trial and (weight or cache)", id="trials"),
         pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage"),
+        pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or gdn-1", id="recovery"),
+        pytest.param("suites/ablations/test_generated_only.py", "fmha-2", id="without-cards"),
+        pytest.param("suites/head_to_head", "klineage-topk-1 or generated-only-conv2d-1 or tables", id="head-to-head"),
     ],
 )
 def test_a_recording_is_replayed(pytestconfig: pytest.Config, suite: str, chosen: str) -> None:

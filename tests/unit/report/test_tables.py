@@ -199,6 +199,14 @@ def test_markdown_says_what_the_reference_was(make_verdict: MakeVerdict) -> None
     assert "- timing policy: paired" in text
 
 
+def test_a_reference_is_told_once_whatever_its_variants_took(make_verdict: MakeVerdict) -> None:
+    facts = {"label": "cudnn", "variant": "nchw"}
+    verdicts = [make_verdict(reference=facts | {"variant_ms.nchw": f"0.03{i}"}) for i in range(3)]
+    text = markdown_report(run_of(*verdicts))
+    assert text.count("- reference of") == 1
+    assert "label cudnn, variant nchw\n" in text
+
+
 def test_a_damaged_run_says_so(make_verdict: MakeVerdict) -> None:
     run = Run(path=Path("x"), info=None, records=run_of(make_verdict()).records, warnings=("the last line was cut",))
     assert "warning: the last line was cut" in terminal_report(run)
