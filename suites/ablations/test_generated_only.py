@@ -24,6 +24,7 @@ from trials import (
     Trial,
     conditions,
     disagreements,
+    hold_table,
     library,
     recorded_in,
     run_trial,
@@ -79,6 +80,15 @@ def test_generated_only(
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
     assert not (found := disagreements(outcome)), found
+
+
+def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:
+    """The committed table follows from the committed trajectories; --publish makes it anew."""
+    if was_run(klineage_session):
+        pytest.skip("the table is being made")
+    if not (trials := recorded_in(klineage_session, NAME)):
+        pytest.skip(f"no trajectory of {NAME} is recorded")
+    hold_table(klineage_session, NAME, table_of(trials, recorded_in(klineage_session, WITH_CARDS)))
 
 
 def table_of(trials: list[Trial], with_cards: list[Trial]) -> Iterator[str]:

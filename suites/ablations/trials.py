@@ -208,9 +208,24 @@ def disagreements(outcome: Outcome) -> str:
     )
 
 
+def hold_table(session: KlineageSession, name: str, lines: Iterable[str]) -> None:
+    """Fails unless the table in results/ablations/ is this one, to the letter; with --publish it is made so."""
+    if session.config.getoption("--publish"):
+        write_table(session, name, lines)
+        return
+    path = table_path(session, name)
+    assert path.is_file(), f"{path} is not there; --publish makes it from the trajectories"
+    assert path.read_text() == "\n".join(lines) + "\n", "--publish makes the table anew from the trajectories"
+
+
+def table_path(session: KlineageSession, name: str) -> Path:
+    """Where an ablation's table lies."""
+    return session.settings.results / "ablations" / f"{name}-{session.platform}.md"
+
+
 def write_table(session: KlineageSession, name: str, lines: Iterable[str]) -> None:
     """Write a table to results/ablations/ and show it."""
-    path = session.settings.results / "ablations" / f"{name}-{session.platform}.md"
+    path = table_path(session, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines) + "\n"
     path.write_text(text)

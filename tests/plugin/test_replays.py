@@ -20,8 +20,8 @@ QUICK = ("--klineage-time-limit=0.5", "--klineage-precision=0.3", "--klineage-bu
         pytest.param("suites/admission/test_lift.py", "replayed_lift", id="cards"),
         pytest.param("suites/admission/test_admission.py", "replayed_trial and (weight or cache)", id="trials"),
         pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage"),
-        pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or gdn-1", id="recovery"),
-        pytest.param("suites/ablations/test_generated_only.py", "fmha-2", id="without-cards"),
+        pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or gdn-1 or table", id="recovery"),
+        pytest.param("suites/ablations/test_generated_only.py", "fmha-2 or table", id="without-cards"),
         pytest.param("suites/head_to_head", "klineage-topk-1 or generated-only-conv2d-1 or tables", id="head-to-head"),
     ],
 )
