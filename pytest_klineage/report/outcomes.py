@@ -193,15 +193,16 @@ def _of_record(record: Record, method: str) -> Attempt:
 
 
 def _of_optimization(one: Optimization) -> Attempt:
-    best = one.best
-    last = one.steps[-1] if one.steps else None
-    step = best or next((item for item in reversed(one.steps) if item.verdict is not None), last)
+    own = [step for step in one.steps if not step.is_root]
+    last = own[-1] if own else None
+    step = one.best or next((item for item in reversed(own) if item.verdict is not None), last)
     attempt = Attempt(
         method=one.method, case_id=one.case_id, platform=one.platform,
         study=study_of(one.path), trial=one.path, optimization=one,
     )  # fmt: skip
     if step is None:
-        return attempt
+        # Of the root only the machine is of interest: it is nobody's result.
+        return replace(attempt, verdict=one.steps[-1].verdict if one.steps else None)
     return replace(attempt, verdict=step.verdict, code=step.code, speedup=step.speedup, step=step)
 
 

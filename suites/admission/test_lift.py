@@ -77,6 +77,8 @@ def test_replayed_lift(
     end = noted(kept, LIFTED, NOT_LIFTED)
     if end is None:
         pytest.skip("the conversation was not brought to its end")
+    if end.topic == NOT_LIFTED and is_followed(kept, name):
+        pytest.skip("a later conversation of the group has made the card; what stood in the way may be gone")
     try:
         done = lift(group, replaying(kept))
     except KlineageError as error:
@@ -84,6 +86,12 @@ def test_replayed_lift(
     assert (done.card is not None) == (end.topic == LIFTED)
     if done.card is not None:
         assert as_lifted(done.card) in [as_lifted(card) for card in find_cards(skills)]
+
+
+def is_followed(kept: Path, group: str) -> bool:
+    """Whether a later conversation about the group is kept as well."""
+    names = [path.stem for path in kept.parent.glob(f"{group}*.jsonl")]
+    return kept.stem == group and any(name != group for name in names)
 
 
 def card_of(group: Group, cards: Iterable[SkillCard]) -> SkillCard | None:

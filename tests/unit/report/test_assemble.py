@@ -14,6 +14,8 @@ from pytest_klineage.records import Code
 from pytest_klineage.report.assemble import COMMANDS, assemble
 from pytest_klineage.report.collect import collect
 from pytest_klineage.report.document import Figure, Mark, Report, Table, Tone
+from pytest_klineage.report.outcomes import attempts
+from pytest_klineage.report.steps import optimization_of
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,15 @@ def test_the_best_of_several_runs_counts_and_their_number_is_said(tmp_path: Path
     assert len(rows) == 1
     assert rows[0][4:7] == ["3.00x", "2.88 to 3.15", "0.4627"]
     assert rows[0][-2:] == ["2/3", "accepted.faster"]
+
+
+def test_a_root_is_nobodys_result(tmp_path: Path) -> None:
+    path = write_trajectory(tmp_path / "1.jsonl", "klineage", "topk", (0.5,))
+    path.write_bytes(b"".join(line for line in path.read_bytes().splitlines(True) if b"malformed" not in line))
+    one = optimization_of(collect([path]).trajectories[0])
+    (attempt,) = attempts((), [one])
+    assert (attempt.speedup, attempt.code, attempt.interval, attempt.step) == (None, None, None, None)
+    assert attempt.device == "Test CPU @ 3 GHz"
 
 
 def test_skips_are_no_attempts(tmp_path: Path) -> None:
