@@ -6,7 +6,14 @@ from pytest_klineage.optimizers.feedback import feedback_text
 from pytest_klineage.optimizers.instructions import instructions_for, machine_text
 from pytest_klineage.optimizers.progress import StepProgress
 from pytest_klineage.optimizers.proposal import proposed_source
-from pytest_klineage.optimizers.recording import Recording, Rejudged, recording_of, same_class, verdict_class
+from pytest_klineage.optimizers.recording import (
+    Recording,
+    Rejudged,
+    disagreements,
+    recording_of,
+    same_class,
+    verdict_class,
+)
 from pytest_klineage.optimizers.serving import card_text
 from pytest_klineage.optimizers.session import Method, Outcome, Stop, optimize
 from pytest_klineage.optimizers.task import Observation, Proposal, Task
@@ -22,6 +29,7 @@ __all__ = [
     "Stop",
     "Task",
     "card_text",
+    "disagreements",
     "feedback_text",
     "instructions_for",
     "machine_text",

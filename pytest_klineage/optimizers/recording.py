@@ -61,6 +61,16 @@ class Rejudged(msgspec.Struct, frozen=True, kw_only=True):
         return same_class(self.recorded, self.verdict)
 
 
+def disagreements(rejudged: Iterable[Rejudged]) -> str:
+    """A line for every kernel of a replay whose verdict is of another class than the recorded one; empty for none."""
+    return "\n".join(
+        f"step {item.step}: recorded {item.recorded.code.value}, now {item.verdict.code.value}: "
+        f"{item.verdict.reasons[0].message}"
+        for item in rejudged
+        if not item.agrees
+    )
+
+
 class Recording:
     """What earlier events tell a run that does the same again."""
 

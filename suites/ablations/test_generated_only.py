@@ -23,7 +23,6 @@ from trials import (
     OPERATORS,
     Trial,
     conditions,
-    disagreements,
     hold_table,
     library,
     recorded_in,
@@ -35,6 +34,7 @@ from trials import (
 
 from pytest_klineage import KlineageSession, UnknownName
 from pytest_klineage.library.retrieval import CardIndex
+from pytest_klineage.optimizers import disagreements
 from pytest_klineage.optimizers.klineage import CARD_METHODS
 from pytest_klineage.plugin.models import Models
 
@@ -79,7 +79,7 @@ def test_generated_only(
     outcome = run_trial(name, method, operator, klineage_session, klineage_models, index, request)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome)), found
+    assert not (found := disagreements(outcome.rejudged)), found
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:

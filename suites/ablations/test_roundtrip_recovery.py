@@ -23,7 +23,6 @@ from trials import (
     RECOVERED,
     Trial,
     conditions,
-    disagreements,
     hold_table,
     library,
     recorded_in,
@@ -34,6 +33,7 @@ from trials import (
 )
 
 from pytest_klineage import KlineageSession
+from pytest_klineage.optimizers import disagreements
 from pytest_klineage.plugin.models import Models
 
 NAME = "roundtrip_recovery"
@@ -68,7 +68,7 @@ def test_roundtrip_recovery(
     outcome = run_trial(name, "klineage", operator, klineage_session, klineage_models, index, request)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome)), found
+    assert not (found := disagreements(outcome.rejudged)), found
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:

@@ -198,16 +198,6 @@ def trials_in(folder: Path) -> list[Trial]:
     return sorted(found, key=lambda trial: (trial.method, trial.operator, trial.number))
 
 
-def disagreements(outcome: Outcome) -> str:
-    """In a replay: kernels whose verdict is of another class than the recorded one; empty when there are none."""
-    return "\n".join(
-        f"step {item.step}: recorded {item.recorded.code.value}, now {item.verdict.code.value}: "
-        f"{item.verdict.reasons[0].message}"
-        for item in outcome.rejudged
-        if not item.agrees
-    )
-
-
 def hold_table(session: KlineageSession, name: str, lines: Iterable[str]) -> None:
     """Fails unless the table in results/ablations/ is this one, to the letter; with --publish it is made so."""
     if session.config.getoption("--publish"):

@@ -27,6 +27,7 @@ from pytest_klineage.library.lineages import StoredLineage
 from pytest_klineage.library.lint import lint_folder
 from pytest_klineage.library.rendering import speedup_text
 from pytest_klineage.llm import Session
+from pytest_klineage.optimizers import disagreements
 from pytest_klineage.optimizers.instructions import machine_text
 from pytest_klineage.plugin.models import Models
 from pytest_klineage.plugin.session import KlineageSession
@@ -132,9 +133,7 @@ def test_replayed_trial(
     recorded = trial.record.trial
     assert again.trial is not None, again.message
     assert (again.trial.outcome, again.trial.source_digest) == (recorded.outcome, recorded.source_digest)
-    other = [f"step {found.step}: {found.recorded.code} then, {found.verdict.code} now" for found in again.rejudged
-             if not found.agrees]  # fmt: skip
-    assert not other
+    assert not (other := disagreements(again.rejudged)), other
 
 
 def attempt(

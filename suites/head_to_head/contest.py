@@ -161,16 +161,6 @@ def judging(
     return judge if known is None else judging_once(judge, known)
 
 
-def disagreements(outcome: Outcome) -> str:
-    """In a replay: kernels whose verdict is of another class than the recorded one; empty when there are none."""
-    return "\n".join(
-        f"step {item.step}: recorded {item.recorded.code.value}, now {item.verdict.code.value}: "
-        f"{item.verdict.reasons[0].message}"
-        for item in outcome.rejudged
-        if not item.agrees
-    )
-
-
 def _append(path: Path, nodeid: str, verdict: Verdict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

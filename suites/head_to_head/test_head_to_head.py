@@ -23,7 +23,6 @@ from contest import (
     OPERATORS,
     VERDICTS_SUFFIX,
     ask,
-    disagreements,
     judging,
     methods_asked,
     replay,
@@ -32,6 +31,7 @@ from contest import (
 from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
+from pytest_klineage.optimizers import disagreements
 from pytest_klineage.plugin.models import Models
 from pytest_klineage.plugin.session import SESSION_KEY
 
@@ -91,7 +91,7 @@ def test_head_to_head(
         pytest.fail(f"klineage: {error}", pytrace=False)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome)), found
+    assert not (found := disagreements(outcome.rejudged)), found
 
 
 def test_tables_are_those_of_the_trajectories(klineage_session: KlineageSession) -> None:

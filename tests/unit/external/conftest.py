@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ from pytest_klineage.records import (
     Timing,
     Verdict,
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 MODEL = "toy"
 PRICES = """
