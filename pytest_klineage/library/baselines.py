@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.library.storage import record_json, write_atomically
@@ -13,27 +14,40 @@ from pytest_klineage.records import Code, Verdict, from_json
 from pytest_klineage.records.baseline import Baseline, Pin, samples_digest
 
 FOLDER = "baselines"
+PinKey: TypeAlias = tuple[str, str, str, int]
+"""Of a pin and of what it was made from: test, case, label, number."""
 
 
-def pins_of(verdicts: Iterable[tuple[str, Verdict]]) -> tuple[list[Pin], list[str]]:
+def pins_of(
+    verdicts: Iterable[tuple[str, Verdict]], again: Mapping[PinKey, Verdict] | None = None
+) -> tuple[list[Pin], list[str]]:
     """Pins of what was timed on a quiet machine, and one sentence about each verdict that was not.
 
-    `verdicts` are pairs of a test's id and a verdict, in order.
+    `verdicts` are pairs of a test's id and a verdict, in order; `again` are second judgements of them.
     """
     pins: list[Pin] = []
     left: list[str] = []
     for (nodeid, verdict), number in zip(pairs := list(verdicts), numbered(pairs), strict=True):
+        second = (again or {}).get((nodeid, verdict.case.id, verdict.label, number))
+        unfit = next((said for said in (verdict, second) if said is not None and not can_be_pinned(said)), None)
         timing, machine = verdict.timing, verdict.machine
-        if timing is None or machine is None or not verdict.scored or verdict.code is Code.INCONCLUSIVE_BUSY:
-            left.append(f"{verdict.case.id} {verdict.label}".rstrip() + f" is {verdict.code.value}")
+        if unfit is not None or timing is None or machine is None:
+            left.append(f"{verdict.case.id} {verdict.label}".rstrip() + f" is {(unfit or verdict).code.value}")
             continue
         pin = Pin(
             nodeid=nodeid, case=verdict.case, label=verdict.label, number=number, surface=verdict.surface,
-            source_digest=verdict.source_digest, status=verdict.status, timing=timing, reference=verdict.reference,
-            machine=machine, pinned_at=verdict.judged_at, samples_digest=samples_digest(timing),
+            source_digest=verdict.source_digest, status=verdict.status, timing=timing,
+            again=second.timing if second else None, reference=verdict.reference, machine=machine,
+            pinned_at=verdict.judged_at, samples_digest=samples_digest(timing, second.timing if second else None),
         )  # fmt: skip
         pins.append(pin)
     return pins, left
+
+
+def can_be_pinned(verdict: Verdict) -> bool:
+    """Whether it has a time, taken on a quiet machine."""
+    timed = verdict.timing is not None and verdict.machine is not None
+    return timed and verdict.scored and verdict.code is not Code.INCONCLUSIVE_BUSY
 
 
 def numbered(verdicts: Iterable[tuple[str, Verdict]]) -> list[int]:
@@ -78,7 +92,7 @@ def read_baseline(path: Path) -> Baseline:
     except BadRecord as error:
         raise BadRecord(f"{path}: {error}; pin it anew with --klineage-save={path.stem}") from error
     for pin in found.pins:
-        if samples_digest(pin.timing) != pin.samples_digest:
+        if samples_digest(pin.timing, pin.again) != pin.samples_digest:
             raise BadRecord(
                 f"{path}: the samples of {pin.case.id} {pin.label} are not those that were pinned; "
                 f"pin it anew with --klineage-save={path.stem}"

@@ -7,16 +7,13 @@ written is by the process that owns the run store. Without the options nothing o
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
-from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
-from pytest_klineage.plugin.base_checkout import BaseCheckout
+from pytest_klineage.errors import UsageError
 from pytest_klineage.plugin.hooks import REPORT_ATTRIBUTE
 from pytest_klineage.plugin.options import COMPARING_NAMES, OPTIONS, option_value
 
@@ -24,10 +21,12 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.comparing import Collector
     from pytest_klineage.plugin.session import KlineageSession
     from pytest_klineage.records import KernelCase, KernelSource, Verdict
-    from pytest_klineage.records.baseline import Baseline, Comparison, Outcome
+    from pytest_klineage.records.baseline import Comparison
 
 COMPARED_ATTRIBUTE = "klineage_compared"
 """Where a test report carries its comparisons, as plain data."""
+AGAIN_ATTRIBUTE = "klineage_again"
+"""Where it carries second judgements of what is to be pinned: pairs of a pin's key and a verdict, as plain data."""
 PAIRED_KEY = pytest.StashKey[list["Comparison"]]()
 """Comparisons of a test with the base, made while it runs."""
 
@@ -89,21 +88,13 @@ class BaselineHooks:
     """
 
     def __init__(self, session: KlineageSession, plan: Plan) -> None:
-        from pytest_klineage.library.baselines import check_name, find_baselines
+        from pytest_klineage.plugin.against_base import AgainstBase
+        from pytest_klineage.plugin.against_pins import AgainstPins
 
         self.session, self.plan = session, plan
-        self._base = BaseCheckout(session.config.rootpath, plan.base) if plan.base else None
-        self._baselines: list[Baseline] = []
+        self._base = AgainstBase(session, plan.base, plan.margin) if plan.base else None
+        self._pins = AgainstPins(session, plan)
         self._collector: Collector | None = None
-        if plan.save:
-            check_name(plan.save)
-        if plan.compare:
-            self._baselines = find_baselines(session.settings.results, plan.compare)
-        if plan.compare and plan.failing and not self._baselines:
-            raise UsageError(
-                f"there is no baseline {plan.compare!r} in {session.settings.results / 'baselines'}; pin it where the "
-                f"reviewed code is: pytest --klineage-save={plan.compare}"
-            )
 
     def pytest_report_header(self) -> str | None:
         """One line about what kernels are compared with."""
@@ -118,11 +109,13 @@ class BaselineHooks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_klineage_judged(
-        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
-    ) -> None:
-        """Judge the kernel against the base's version of it, where there is one that differs."""
+        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,
+        reference_source: KernelSource | None, platforms: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        """Compare the kernel with its pin and with the base's version of it, while there is a gate to judge again."""
+        self._pins.judged(item, case, source, verdict, reference_source, platforms)
         if self._base is not None:
-            made = self._against_base(self._base, item, case, source, verdict, platforms)
+            made = self._base.compare(item, case, source, verdict, platforms)
             item.stash.setdefault(PAIRED_KEY, []).append(made)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -130,10 +123,15 @@ class BaselineHooks:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put the comparisons of this phase on its report, and fail a test whose kernel has become slower."""
+        from pytest_klineage.plugin.against_pins import AGAIN_KEY
         from pytest_klineage.records import to_plain
 
         report = yield
-        found = [*self._with_baseline(report), *item.stash.get(PAIRED_KEY, [])]
+        again = item.stash.get(AGAIN_KEY, {})
+        if again:
+            setattr(report, AGAIN_ATTRIBUTE, [(list(key), to_plain(verdict)) for key, verdict in again.items()])
+            item.stash[AGAIN_KEY] = {}
+        found = [*self._pins.comparisons(item, report), *item.stash.get(PAIRED_KEY, [])]
         item.stash[PAIRED_KEY] = []
         if not found:
             return report
@@ -148,7 +146,8 @@ class BaselineHooks:
         """Collect what a test, of this process or of a worker, has found."""
         if not self.session.is_worker:
             self.collector.add(
-                report, getattr(report, REPORT_ATTRIBUTE, []), getattr(report, COMPARED_ATTRIBUTE, [])
+                report, getattr(report, REPORT_ATTRIBUTE, []), getattr(report, COMPARED_ATTRIBUTE, []),
+                getattr(report, AGAIN_ATTRIBUTE, []),
             )  # fmt: skip
 
     @pytest.hookimpl(trylast=True)
@@ -175,108 +174,6 @@ class BaselineHooks:
             self._collector = Collector(self.session, self.plan)
         return self._collector
 
-    def _with_baseline(self, report: pytest.TestReport) -> list[Comparison]:
-        """The verdicts of a report, compared with the baseline of their device."""
-        entries: list[dict[str, Any]] = getattr(report, REPORT_ATTRIBUTE, [])
-        if not self.plan.compare or not entries:
-            return []
-        from pytest_klineage.library.baselines import numbered
-        from pytest_klineage.records import Verdict, from_plain
-        from pytest_klineage.report.compare import compare_with, missing
-
-        pairs = [(entry["nodeid"], from_plain(entry["verdict"], Verdict)) for entry in entries]
-        found, margin = [], self.plan.margin
-        with self._undisturbed():
-            for (nodeid, verdict), number in zip(pairs, numbered(pairs), strict=True):
-                device = verdict.machine.device if verdict.machine else ""
-                mine = [baseline for baseline in self._baselines if baseline.device == device]
-                if mine:
-                    made = compare_with(mine[0], nodeid, verdict, number=number, margin=margin)
-                else:
-                    made = missing(nodeid, verdict, self.plan.compare, self._baselines, margin=margin)
-                found.append(_placed(made, *report.location[:2]))
-        return found
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        """Bootstraps are work for a core: beside xdist's other workers, wait until none of them times on the CPU."""
-        if not self.session.is_worker or self.session.platform != "cpu":
-            return nullcontext()
-        from pytest_klineage.gate.locks import machine_lock
-
-        return machine_lock("cpu", alone=False)
-
-    def _against_base(
-        self,
-        base: BaseCheckout,
-        item: pytest.Item,
-        case: KernelCase,
-        source: KernelSource,
-        verdict: Verdict,
-        platforms: tuple[str, ...],
-    ) -> Comparison:
-        from pytest_klineage.records.baseline import Comparison, Outcome
-        from pytest_klineage.report.compare import compare_base
-
-        found = _older(base, item, source, verdict)
-        if isinstance(found, tuple):
-            outcome, message = found
-        else:
-            try:
-                paired = self._judge(case, source, found, platforms)
-            except (MissingDependency, UsageError) as error:
-                outcome, message = Outcome.BASE_FAILED, str(error)
-            except KlineageError as error:
-                # A fault of ours is no finding about the kernel, and must not pass for one.
-                pytest.fail(f"klineage: the comparison with the base failed: {error}", pytrace=False)
-            else:
-                made = compare_base(item.nodeid, verdict, paired, margin=self.plan.margin)
-                return _placed(made, *self._place(base, item, source))
-        return Comparison(
-            nodeid=item.nodeid, case=case.id, kernel=source.label, against="base", outcome=outcome, message=message,
-            margin=self.plan.margin, new=verdict.timing.speedup if verdict.timing else None,
-        )  # fmt: skip
-
-    def _judge(
-        self, case: KernelCase, source: KernelSource, older: KernelSource, platforms: tuple[str, ...]
-    ) -> Verdict:  # fmt: skip
-        """The head's kernel with the base's in the place of the reference."""
-        older = msgspec.structs.replace(older, label=f"{older.label} (base)")
-        progress = self.session.progress
-        if progress is not None:
-            progress.begin(f"{case.id} {source.label} against the base".rstrip())
-        try:
-            # What the case demands is asked of the head alone; here only the ratio counts.
-            equal = msgspec.structs.replace(case, at_least=1.0)
-            return self.session.gate.judge(equal, source, reference_source=older, platforms=platforms)
-        finally:
-            if progress is not None:
-                progress.end()
-
-    def _place(self, base: BaseCheckout, item: pytest.Item, source: KernelSource) -> tuple[str, int | None]:
-        """The kernel's own file, or the test where it lies outside of pytest's root directory."""
-        path = base.files.locate(source.files[0], item.path.parent)
-        root = self.session.config.rootpath.resolve()
-        if path is None or not path.is_relative_to(root):
-            return item.location[:2]
-        return path.relative_to(root).as_posix(), 0
-
-
-def _older(
-    base: BaseCheckout, item: pytest.Item, source: KernelSource, verdict: Verdict
-) -> KernelSource | tuple[Outcome, str]:
-    """The base's version of a kernel; or why there is nothing to judge it against."""
-    from pytest_klineage.records.baseline import Outcome
-
-    if not verdict.scored:
-        return Outcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
-    try:
-        older = base.twin(source, item.path.parent)
-    except UsageError as error:
-        return Outcome.NO_SOURCE, str(error)
-    if older is None:
-        return Outcome.NEW, "the base has no such kernel"
-    return (Outcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
-
 
 def failure(comparison: Comparison) -> str:
     """Why a test fails: what happened to which kernel, the figures, the next step."""
@@ -289,11 +186,6 @@ def failure(comparison: Comparison) -> str:
     if comparison.advice:
         lines.append(f"  next: {comparison.advice}")
     return "\n".join(lines)
-
-
-def _placed(comparison: Comparison, file: str, line: int | None) -> Comparison:
-    """The comparison with the place where it is shown; `line` from 0, as pytest counts."""
-    return msgspec.structs.replace(comparison, file=file, line=0 if line is None else line + 1)
 
 
 def _path(config: pytest.Config, name: str, text: str | None) -> Path | None:

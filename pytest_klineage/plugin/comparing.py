@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import BadRecord, KlineageError
-from pytest_klineage.library.baselines import pins_of, save_pins
+from pytest_klineage.library.baselines import PinKey, pins_of, save_pins
 from pytest_klineage.plugin.terminal import shown
 from pytest_klineage.records import Status, Verdict, from_plain, to_plain
 from pytest_klineage.records.baseline import Comparison
@@ -44,20 +44,26 @@ class Collector:
         self._session, self._plan = session, plan
         self.comparisons: list[Comparison] = []
         self.verdicts: list[tuple[str, Verdict]] = []
+        self._again: dict[PinKey, Verdict] = {}
         self.problems: list[str] = []
         self._failures: list[Annotation] = []
         self._pinned: list[str] = []
         self._left: list[str] = []
 
-    def add(self, report: pytest.TestReport, verdicts: list[dict[str, Any]], compared: list[dict[str, Any]]) -> None:
+    def add(
+        self, report: pytest.TestReport, verdicts: list[dict[str, Any]], compared: list[dict[str, Any]],
+        again: list[tuple[list[Any], dict[str, Any]]],
+    ) -> None:  # fmt: skip
         """Keep what came with the report of one phase of a test."""
         try:
             fresh = [(entry["nodeid"], from_plain(entry["verdict"], Verdict)) for entry in verdicts]
             found = [from_plain(entry, Comparison) for entry in compared]
+            seconds = {msgspec.convert(key, PinKey): from_plain(entry, Verdict) for key, entry in again}
         except BadRecord as error:
             self.problems.append(f"what {report.nodeid} found could not be read: {error}")
             return
         self.verdicts += fresh
+        self._again |= seconds
         self.comparisons += found
         for comparison in found:
             self._write(comparison)
@@ -108,7 +114,7 @@ class Collector:
             for comparison in self.comparisons
             if self._plan.failing and comparison.outcome.bad
         }
-        pins, left = pins_of(self.verdicts)
+        pins, left = pins_of(self.verdicts, self._again)
         kept = [pin for pin in pins if (pin.nodeid, pin.case.id, pin.label) not in refused]
         left += [f"{pin.case.id} {pin.label} fails its comparison" for pin in pins if pin not in kept]
         self._left = [f"not pinned: {line}" for line in left]

@@ -11,9 +11,11 @@ if TYPE_CHECKING:
 
 
 def pytest_klineage_judged(
-    item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
-) -> None:
+    item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,
+    reference_source: KernelSource | None, platforms: tuple[str, ...],
+) -> None:  # fmt: skip
     """A kernel of this test has been judged, in the process that runs the test; the verdict is already recorded.
 
+    reference_source: the kernel that took the reference's place, if one did.
     platforms: those that the kernel was written for; empty for all that its surface runs on.
     """

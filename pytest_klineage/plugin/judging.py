@@ -69,14 +69,15 @@ class KernelGate:
             chosen = case if case is not None else self.case
             source = self._source(kernel, surface, entry, flags, also, label)
             rival = None if against is None else self._source(against, None, None, (), (), "")
-            verdict = self._judge(chosen, source, rival, platforms)
+            verdict = self.session.judge(chosen, source, reference_source=rival, platforms=_names(platforms))
         except KlineageError as error:
             trouble = error
         else:
             self._keep(verdict)
             self._item.ihook.pytest_klineage_judged(
-                item=self._item, case=chosen, source=source, verdict=verdict, platforms=_names(platforms)
-            )
+                item=self._item, case=chosen, source=source, verdict=verdict, reference_source=rival,
+                platforms=_names(platforms),
+            )  # fmt: skip
             self._settle(verdict)
             return verdict
         # Outside of the handler, so that pytest shows the message without the chain of exceptions.
@@ -128,19 +129,6 @@ class KernelGate:
             if (path := folder / f"{found[1]}.py").is_file():
                 return path, found[2]
         return None
-
-    def _judge(
-        self, case: KernelCase, source: KernelSource, rival: KernelSource | None, platforms: Sequence[str]
-    ) -> Verdict:
-        names = _names(platforms)
-        progress = self.session.progress
-        if progress is not None:
-            progress.begin(f"{case.id} {source.label}".rstrip())
-        try:
-            return self.session.gate.judge(case, source, reference_source=rival, platforms=names)
-        finally:
-            if progress is not None:
-                progress.end()
 
     def _keep(self, verdict: Verdict) -> None:
         self._item.user_properties.extend(scalars(verdict).items())

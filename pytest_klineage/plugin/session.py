@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pytest_klineage.gate import Gate, GateSettings
     from pytest_klineage.plugin.progress import ProgressLine
-    from pytest_klineage.records import Verdict
+    from pytest_klineage.records import KernelCase, KernelSource, Verdict
 
 SESSION_KEY = pytest.StashKey["KlineageSession"]()
 
@@ -106,6 +106,19 @@ class KlineageSession:
     def write_with(self, write: Callable[[str, Verdict], None]) -> None:
         """Hand every verdict to `write` at once: for the process that owns the run store."""
         self._write = write
+
+    def judge(
+        self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None,
+        platforms: tuple[str, ...] = (), title: str = "",
+    ) -> Verdict:  # fmt: skip
+        """The gate's verdict, with `title` on the progress line meanwhile. Raises KlineageError."""
+        if self.progress is not None:
+            self.progress.begin(title or f"{case.id} {source.label}".rstrip())
+        try:
+            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms)
+        finally:
+            if self.progress is not None:
+                self.progress.end()
 
     def remember(self, nodeid: str, verdict: Verdict) -> None:
         """Write a verdict down where this process can, and keep it for the report of the test."""

@@ -22,7 +22,7 @@ class Outcome(StrEnum):
     SAME = "same"
     """The whole interval lies within the margin."""
     UNCLEAR = "unclear"
-    """The interval reaches over the margin, or the machine was busy."""
+    """The interval reaches over the margin, judgements of one kernel disagree, or the machine was busy."""
     UNCHANGED = "unchanged"
     """The base has the same source: there was nothing to judge."""
     NEW = "new"
@@ -43,6 +43,11 @@ class Outcome(StrEnum):
     """The base's kernel could not be judged."""
     NO_SOURCE = "no_source"
     """The kernel has no file that the base could have another version of."""
+
+    @property
+    def change(self) -> bool:
+        """Whether the speed is said to have changed: what a second judgement has to confirm."""
+        return self in (Outcome.SLOWER, Outcome.FASTER)
 
     @property
     def refused(self) -> bool:
@@ -73,13 +78,15 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
     status: Status
     timing: Timing
     """With all samples: the interval of a comparison comes from those of both runs."""
+    again: Timing | None = None
+    """The same of a second judgement right after; a change has to hold against both."""
     reference: dict[str, str] = {}
     """Label, versions and flags of the reference."""
     machine: Machine
     pinned_at: str = ""
     """When it was judged; UTC, ISO 8601."""
     samples_digest: str
-    """SHA-256 over the samples, in hexadecimal."""
+    """SHA-256 over the samples of both judgements, in hexadecimal."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -117,6 +124,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Relative; beyond it a change counts."""
     ratio: Interval | None = None
     """New speed over old speed: above 1 the kernel has become faster."""
+    ratios: tuple[Interval, ...] = ()
+    """Those of all judgements that were compared, when there were several; the first is `ratio`."""
     old: Interval | None = None
     """The speedup over the reference then; None against a base, with which the kernel was timed in turns."""
     new: Interval | None = None
@@ -127,10 +136,21 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """From 1; 0 when unknown."""
     verdict: Verdict | None = None
     """The judgement of the kernel against the base's, with its samples."""
+    again: Verdict | None = None
+    """The second judgement, which was to confirm that the speed has changed."""
     schema_version: int = SCHEMA_VERSION
 
 
-def samples_digest(timing: Timing) -> str:
-    """SHA-256 over both sides' samples and their starts, in hexadecimal."""
-    content = (timing.reference_samples_ms, timing.candidate_samples_ms, timing.starts)
-    return hashlib.sha256(msgspec.json.encode(content)).hexdigest()
+def placed(comparison: Comparison, file: str, line: int | None) -> Comparison:
+    """The comparison with the place where it is shown; `line` from 0, as pytest counts."""
+    return msgspec.structs.replace(comparison, file=file, line=0 if line is None else line + 1)
+
+
+def samples_digest(*timings: Timing | None) -> str:
+    """SHA-256 over both sides' samples and their starts, in hexadecimal; of the timings that there are."""
+    found = hashlib.sha256()
+    for timing in timings:
+        if timing is not None:
+            content = (timing.reference_samples_ms, timing.candidate_samples_ms, timing.starts)
+            found.update(msgspec.json.encode(content))
+    return found.hexdigest()

@@ -1,7 +1,9 @@
 """Comparisons of recorded timings: the ratio of two runs with its interval, and what it says. No files, no layout.
 
 Compared are speedups over the reference, which was timed in turns with the kernel in either run. What makes a whole
-machine faster or slower between the runs moves reference and kernel alike, and cancels.
+machine faster or slower between the runs moves reference and kernel alike, and cancels. What disturbs a machine for
+seconds does not: a whole judgement lies within it, and its interval knows of nothing else. So a change counts only when
+every judgement says so, of two that were pinned and two of today.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import random
 import re
 import statistics
 from collections.abc import Sequence
+
+import msgspec
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
@@ -79,7 +83,16 @@ def compare(pin: Pin, verdict: Verdict, *, against: str, margin: float, confiden
         margin=margin, old=pin.timing.speedup, new=verdict.timing.speedup if verdict.timing else None,
     )  # fmt: skip
     outcome, message, advice, change = _judged(pin, verdict, against, margin, confidence)
-    return _with(said, outcome, message, advice, change)
+    made = _with(said, outcome, message, advice, change)
+    if pin.again is None or change is None or not outcome.change:
+        return made
+    assert verdict.timing is not None
+    other = change_interval(pin.again, verdict.timing, confidence=confidence)
+    if classify(other, margin) is outcome:
+        return msgspec.structs.replace(made, ratios=(change, other))
+    message = f"{change_text(change)}, and {change_text(other)} of the second judgement that was pinned: not the same"
+    made = _with(said, Outcome.UNCLEAR, message, _advice(Outcome.UNCLEAR, against), change)
+    return msgspec.structs.replace(made, ratios=(change, other))
 
 
 def compare_with(
@@ -97,6 +110,24 @@ def compare_with(
         message="it was not judged" if skipped else f"baseline {baseline.name!r} has no pin of it",
         advice="" if skipped else f"--klineage-save={baseline.name} adds it",
         new=verdict.timing.speedup if verdict.timing else None,
+    )  # fmt: skip
+
+
+def confirmed(first: Comparison, second: Comparison, again: Verdict) -> Comparison:
+    """A change of speed that was judged twice, `again` being the second judgement: unclear unless both agree.
+
+    A kernel that is broken, or cannot be compared, in the second judgement is that.
+    """
+    if second.ratio is None or first.ratio is None:
+        return msgspec.structs.replace(second, again=again)
+    ratios = (*(first.ratios or (first.ratio,)), *(second.ratios or (second.ratio,)))
+    outcome, message = first.outcome, f"{first.message}; judged once more {change_text(second.ratio)}"
+    advice = first.advice
+    if second.outcome is not first.outcome:
+        outcome, advice = Outcome.UNCLEAR, _advice(Outcome.UNCLEAR, "")
+        message = f"{change_text(first.ratio)}, and {change_text(second.ratio)} when judged once more: not the same"
+    return msgspec.structs.replace(
+        first, outcome=outcome, message=message, advice=advice, ratios=ratios, again=again
     )  # fmt: skip
 
 

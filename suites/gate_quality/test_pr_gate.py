@@ -1,14 +1,15 @@
-"""The comparison of two runs of unchanged kernels on the CPU tier: false alarms, and what slower kernels it finds.
+"""The comparison of unchanged kernels on the CPU tier with a pin: false alarms, and what slower kernels it finds.
 
-Twenty-one runs of each expert kernel under a short time limit; every run is compared with the one before it, as
-`--klineage-compare` does with `--klineage-compare-fail=slower:3%`.
+Each expert kernel is judged 23 times under a short time limit. Two judgements in a row make a pin, the one after them
+is compared with it, and where that says that the speed has changed, the next one has to confirm it: what
+`--klineage-save` and `--klineage-compare` do, with `--klineage-compare-fail=slower:3%`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -20,16 +21,15 @@ from pytest_klineage.library.baselines import pins_of
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, Outcome
-from pytest_klineage.report.compare import classify, compare
+from pytest_klineage.report.compare import compare, confirmed
 
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
-RUNS = 21
-"""Of each operator: twenty comparisons of neighbours."""
+RUNS = 23
+"""Of each operator: twenty comparisons, each of two that are pinned, one of today and one to confirm it."""
 MARGIN = 0.03
 TIME_LIMIT_S = 2.0
 """The shortest in which both sides are started anew several times; a fifth of the default."""
 SLOWER_BY = (0.05, 0.1, 0.2)
-ALARMS = (Outcome.SLOWER, Outcome.FASTER)
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,31 +40,39 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict
 
 
-def neighbours(trials: list[Trial]) -> list[Comparison]:
-    """Every run compared with the one before it."""
-    return [compared(then, now) for then, now in pairwise(trials)]
+def neighbours(trials: list[Trial], *, slower_by: float = 0.0) -> list[Comparison]:
+    """Every run compared with a pin of the two before it."""
+    return [compared(trials[now - 2 : now], trials[now : now + 2], slower_by) for now in range(2, len(trials) - 1)]
 
 
 def with_the_first(trials: list[Trial]) -> list[Comparison]:
-    """Every run compared with the first, as with a baseline that was pinned once."""
-    return [compared(trials[0], now) for now in trials[1:]]
+    """Every run compared with the first two, as with a baseline that was pinned once."""
+    return [compared(trials[:2], trials[now : now + 2], 0.0) for now in range(2, len(trials) - 1)]
 
 
-def compared(then: Trial, now: Trial) -> Comparison:
-    (pin,), _ = pins_of([("pr_gate", then.verdict)])
-    return compare(pin, now.verdict, against="main", margin=MARGIN)
+def compared(then: list[Trial], now: list[Trial], slower_by: float) -> Comparison:
+    """As the plugin compares: `then` was pinned, `now` is judged, the second of both where the first is not enough."""
+    (first, second), key = then, ("pr_gate", then[0].verdict.case.id, then[0].verdict.label, 0)
+    (pin,), _ = pins_of([("pr_gate", first.verdict)], {key: second.verdict})
+    verdict, again = (slowed(trial.verdict, slower_by) for trial in now)
+    found = compare(pin, verdict, against="main", margin=MARGIN)
+    if not found.outcome.change:
+        return found
+    return confirmed(found, compare(pin, again, against="main", margin=MARGIN), again)
 
 
-def noticed(found: list[Comparison], by: float) -> int:
-    """How many would be called slower had the kernel taken so much longer: its ratio is that much smaller then."""
-    count = 0
-    for item in found:
-        assert item.ratio is not None
-        ends = (item.ratio.estimate, item.ratio.low, item.ratio.high)
-        estimate, low, high = (end / (1 + by) for end in ends)
-        slowed = msgspec.structs.replace(item.ratio, estimate=estimate, low=low, high=high)
-        count += classify(slowed, MARGIN) is Outcome.SLOWER
-    return count
+def slowed(verdict: Verdict, by: float) -> Verdict:
+    """The verdict, had the kernel taken so much longer in every call."""
+    assert verdict.timing is not None
+    samples = tuple(sample * (1 + by) for sample in verdict.timing.candidate_samples_ms)
+    return msgspec.structs.replace(
+        verdict, timing=msgspec.structs.replace(verdict.timing, candidate_samples_ms=samples)
+    )  # fmt: skip
+
+
+def noticed(trials: list[Trial]) -> list[int]:
+    """How many comparisons would say slower, had the kernel taken longer by each of SLOWER_BY."""
+    return [sum(item.outcome is Outcome.SLOWER for item in neighbours(trials, slower_by=by)) for by in SLOWER_BY]
 
 
 def table_of(trials: list[Trial]) -> str:
@@ -78,14 +86,16 @@ def table_of(trials: list[Trial]) -> str:
     groups = {name: [trial for trial in trials if trial.operator == name] for name in OPERATORS}
     near = {name: neighbours(group) for name, group in groups.items() if group}
     far = {name: with_the_first(group) for name, group in groups.items() if group}
+    late = {name: noticed(group) for name, group in groups.items() if group}
     near["all"], far["all"] = list(chain(*near.values())), list(chain(*far.values()))
+    late["all"] = [sum(counts) for counts in zip(*late.values(), strict=True)]
     for name, found in near.items():
         seen = Counter(item.outcome for item in found)
         widths = [item.ratio.half_width for item in found if item.ratio is not None]
         cells = (
-            name, len(found), sum(seen[outcome] for outcome in ALARMS), seen[Outcome.SAME], seen[Outcome.UNCLEAR],
-            f"{100 * median(widths):.1f} %", *(noticed(found, by) for by in SLOWER_BY),
-            f"{sum(item.outcome in ALARMS for item in far[name])} of {len(far[name])}",
+            name, len(found), sum(item.outcome.change for item in found), seen[Outcome.SAME], seen[Outcome.UNCLEAR],
+            f"{100 * median(widths):.1f} %", *late[name],
+            f"{sum(item.outcome.change for item in far[name])} of {len(far[name])}",
         )  # fmt: skip
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
@@ -97,9 +107,10 @@ def report_of(trials: list[Trial]) -> str:
     where = f"{last.machine.device}, {last.machine.cores} cores, {last.judged_at}" if last.machine else ""
     return (
         "# Comparing runs of unchanged kernels on the CPU\n\n"
-        f"{where}. Expert kernels against `torch`, `--klineage-time-limit={TIME_LIMIT_S:g}`; each run is compared with "
-        f"the one before it, margin {100 * MARGIN:g} %, 99 % interval over the samples of both. A false alarm is "
-        "`slower` or `faster`. What would be found is the same comparisons with the kernel's times made longer.\n\n"
+        f"{where}. Expert kernels against `torch`, `--klineage-time-limit={TIME_LIMIT_S:g}`; two runs in a row "
+        f"are a pin, the next is compared with it, margin {100 * MARGIN:g} %, 99 % intervals over the samples of both; "
+        "a change that it finds is confirmed by the run after it, or `unclear`. A false alarm is `slower` or `faster`. "
+        "What would be found is the same comparisons with the kernel's times made longer.\n\n"
         f"{table_of(trials)}\n\nRaw verdicts: `pr_gate.jsonl`."
     )
 
@@ -142,5 +153,5 @@ def test_unchanged_kernels_raise_no_alarm(
     found = [
         item for name in OPERATORS for item in neighbours([trial for trial in trials if trial.operator == name])
     ]  # fmt: skip
-    assert len(found) == len(OPERATORS) * (RUNS - 1)
+    assert len(found) == len(OPERATORS) * (RUNS - 3)
     assert not [item for item in found if item.outcome is Outcome.SLOWER]

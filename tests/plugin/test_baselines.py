@@ -33,7 +33,8 @@ extern "C" int run(const klineage_call *call) {
 """A matrix product that does its work AGAIN times over."""
 
 GATE = '''
-"""A gate that pretends: a kernel's first line is "// <reason code> <speedup>"; device and library are environment."""
+"""A gate that pretends: a kernel's first line is "// <reason code> <speedup>...", one for each judgement of it, the
+last for all that follow; device and library are environment."""
 
 import os
 
@@ -43,17 +44,19 @@ import pytest_klineage.gate as gate
 from pytest_klineage.records import Code, Interval, Machine, Reason, Timing, Verdict
 
 
-def said(source):
-    _, code, *speedup = source.files[0].text.partition("\\n")[0].split()
-    return Code(code), float(speedup[0]) if speedup else None
+def said(source, number=0):
+    _, code, *speedups = source.files[0].text.partition("\\n")[0].split()
+    return Code(code), float(speedups[min(number, len(speedups) - 1)]) if speedups else None
 
 
 class PretendedGate:
     def __init__(self, platform, settings=None, progress=None):
-        self.platform = platform
+        self.platform, self.judged = platform, {}
 
     def judge(self, case, source, *, reference_source=None, platforms=()):
-        code, speedup = said(source)
+        key = (source.digest, reference_source is None)
+        number = self.judged[key] = self.judged.get(key, -1) + 1
+        code, speedup = said(source, number)
         if reference_source is not None:
             code, rival = said(reference_source)
             speedup = speedup / rival if rival else None
@@ -160,7 +163,7 @@ def test_a_slower_kernel_fails_its_own_test(suite: Path, pytester: pytest.Pytest
     result.stdout.fnmatch_lines(
         [
             "kernel 'one' on gemm-8x8x8-fp32, compared with baseline 'main': slower",
-            "  0.900x [[]0.900, 0.900] of the speed of the baseline 'main', all of it below 0.97 to 1.03",
+            "  0.900x [[]0.900, 0.900] of the speed of the baseline 'main', all of it below 0.97 *; judged once more *",
             "  over the reference: 2.000x then, 1.800x now",
             "  next: *",
             "1 slower, 1 same",
@@ -169,6 +172,42 @@ def test_a_slower_kernel_fails_its_own_test(suite: Path, pytester: pytest.Pytest
     )
     assert outcomes(suite) == {"test_one": Outcome.SLOWER, "test_two": Outcome.SAME}
     assert "compared with baseline" in (suite / "report.xml").read_text()
+
+
+@pytest.mark.parametrize("second", ["2.0", "2.2"])
+def test_a_change_that_a_second_judgement_does_not_see_is_none(
+    suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...], second: str
+) -> None:
+    pytester.runpytest("--klineage-save=main")
+    write(suite, one=f"accepted.faster 1.8 {second}", two="accepted.faster 3.3 3.0")
+    result = pytester.runpytest(*processes, "--klineage-compare=main", FAIL)
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["2 unclear", "*one: unclear: 0.900x *, and *", "*next: quieten *"])
+    assert set(outcomes(suite).values()) == {Outcome.UNCLEAR}
+
+
+def test_a_kernel_that_breaks_when_judged_once_more_is_broken(suite: Path, pytester: pytest.Pytester) -> None:
+    pytester.runpytest("--klineage-save=main")
+    write(suite, one="accepted.faster 1.8 0")
+    pytester.runpytest("--klineage-compare=main", FAIL).assert_outcomes(passed=1, failed=1)
+    assert outcomes(suite) == {"test_one": Outcome.BROKEN, "test_two": Outcome.SAME}
+
+
+def test_a_change_has_to_hold_against_both_judgements_that_were_pinned(
+    suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]
+) -> None:
+    write(suite, one="accepted.faster 2.0 1.8", two="accepted.faster 3.0 2.9")
+    pytester.runpytest(*processes, "--klineage-save=main").assert_outcomes(passed=2)
+    found = [(pin.timing.speedup.estimate, pin.again.speedup.estimate) for pin in read_baseline(pinned(suite)).pins
+             if pin.again]  # fmt: skip
+    assert found == [(2.0, 1.8), (3.0, 2.9)]
+    write(suite, one="accepted.faster 1.8", two="accepted.faster 2.5")
+    result = pytester.runpytest(*processes, "--klineage-compare=main", FAIL)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(
+        ["*one: unclear: 0.900x *, and 1.000x *of the second", "*judgement that was pinned: not the same"]
+    )
+    assert outcomes(suite) == {"test_one": Outcome.UNCLEAR, "test_two": Outcome.SLOWER}
 
 
 def test_advice_fails_nothing(suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:
@@ -290,11 +329,18 @@ def test_changed_kernels_are_judged_against_the_base(
         [
             "klineage: compared with the base (slower by more than 3 % fails)",
             "kernel 'one' on gemm-8x8x8-fp32, compared with the base: slower",
-            "  0.800x [[]0.792, 0.808] of the speed of the base, all of it below 0.97 to 1.03",
+            "  0.800x [[]0.792, 0.808] of the speed of the base, all of it below 0.97 to 1.03; judged once more *",
         ]
     )
     assert outcomes(suite) == {"test_one": Outcome.SLOWER, "test_two": Outcome.UNCHANGED}
     result.stdout.fnmatch_lines(["geomean * over 2 of 2 scored"])
+
+
+def test_a_change_against_the_base_needs_two_judgements(suite: Path, pytester: pytest.Pytester) -> None:
+    write(suite / "base")
+    write(suite, one="accepted.faster 1.0 2.0", two="accepted.faster 1.0 1.1")
+    pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=1, failed=1)
+    assert outcomes(suite) == {"test_one": Outcome.UNCLEAR, "test_two": Outcome.SLOWER}
 
 
 def test_a_faster_kernel_a_new_one_and_a_base_that_is_broken(suite: Path, pytester: pytest.Pytester) -> None:

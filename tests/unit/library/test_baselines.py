@@ -54,6 +54,27 @@ def test_what_was_pinned_comes_back(tmp_path: Path) -> None:
     assert find_baselines(tmp_path, "other") == []
 
 
+def test_both_judgements_are_pinned_and_neither_may_be_edited(tmp_path: Path) -> None:
+    first, second = verdict(), verdict(judged_at="a moment later")
+    key = ("test", first.case.id, "mine", 0)
+    pins, left = pins_of([("test", first)], {key: second})
+    assert ([pin.again for pin in pins], left) == ([second.timing], [])
+    ((path, _),) = save_pins(tmp_path, "main", pins)
+    text = path.read_text()
+    assert read_baseline(path).pins == tuple(pins)
+    end = text.rindex("1.6")
+    path.write_text(f"{text[:end]}9.9{text[end + 3 :]}")
+    with pytest.raises(BadRecord, match="are not those that were pinned"):
+        read_baseline(path)
+
+
+def test_what_was_busy_or_wrong_the_second_time_is_not_pinned() -> None:
+    for code in (Code.INCONCLUSIVE_BUSY, Code.MISMATCH):
+        first, second = verdict(), verdict(code)
+        pins, left = pins_of([("test", first)], {("test", first.case.id, "mine", 0): second})
+        assert (pins, left) == ([], [f"{first.case.id} mine is {code.value}"])
+
+
 def test_every_device_has_a_file_of_its_own(tmp_path: Path) -> None:
     paths = saved(tmp_path, verdict(), verdict(device="AMD EPYC (TM) 9/x"))
     assert [path.parent.name for path in paths] == ["test-cpu", "amd-epyc-tm-9-x"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
@@ -23,6 +23,7 @@ from pytest_klineage.report.compare import (
     compare,
     compare_base,
     compare_with,
+    confirmed,
     missing,
     read_tolerance,
     reference_differences,
@@ -206,6 +207,30 @@ def test_a_kernel_is_compared_with_its_pin(make_verdict: Make, speedup: float, o
     assert found.new is not None
     assert found.new.estimate == speedup
     assert "0.97 to 1.03" in found.message
+
+
+@given(speeds=st.lists(st.sampled_from([1.5, 1.9, 2.0, 2.1, 2.6]), min_size=4, max_size=4))
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_change_is_one_only_if_every_judgement_says_so(make_verdict: Make, speeds: list[float]) -> None:
+    first, second, now, again = (make_verdict(speedup=speed) for speed in speeds)
+    pin = msgspec.structs.replace(pin_of(first), again=second.timing)
+    found = compare(pin, now, against="main", margin=0.03)
+    if found.outcome.change:
+        found = confirmed(found, compare(pin, again, against="main", margin=0.03), again)
+    changes = [today / then for then in speeds[:2] for today in speeds[2:]]
+    assert (found.outcome is Outcome.SLOWER) == all(change < 0.97 for change in changes)
+    assert (found.outcome is Outcome.FASTER) == all(change > 1 / 0.97 for change in changes)
+    assert found.outcome in (Outcome.SLOWER, Outcome.FASTER, Outcome.SAME, Outcome.UNCLEAR)
+
+
+def test_figures_of_all_judgements_are_kept(make_verdict: Make) -> None:
+    pin = msgspec.structs.replace(pin_of(make_verdict()), again=make_verdict(speedup=2.1).timing)
+    first, again = compare(pin, make_verdict(speedup=1.0), against="main", margin=0.03), make_verdict(speedup=1.1)
+    found = confirmed(first, compare(pin, again, against="main", margin=0.03), again)
+    assert [round(ratio.estimate, 3) for ratio in found.ratios] == [0.5, 0.476, 0.55, 0.524]
+    assert found.ratio == found.ratios[0]
+    assert found.again == again
+    assert found.outcome is Outcome.SLOWER
 
 
 def test_an_outdated_baseline_is_said_to_be(make_verdict: Make) -> None:
