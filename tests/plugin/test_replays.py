@@ -1,7 +1,7 @@
 """What models said is replayed: the recorded replies lead to the recorded cards, kernels and classes of verdicts.
 
-A part of it; all of it is `pytest suites/lineage suites/admission suites/ablations suites/head_to_head --platform cpu
---klineage-llm replay`.
+A part of it, in which every class of verdict occurs that any recording has; all of it is `pytest suites/lineage
+suites/admission suites/ablations suites/head_to_head --platform cpu --klineage-llm replay`.
 """
 
 from __future__ import annotations
