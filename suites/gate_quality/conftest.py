@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import datetime
+import platform
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pytest_klineage.gate.devices import processor_name, usable_cores
 from pytest_klineage.library.experts import find_experts
 from pytest_klineage.records import KernelSource
 
@@ -25,6 +28,13 @@ def expert_source() -> Callable[[str], KernelSource]:
         return found[operator].source("expert")
 
     return read
+
+
+@pytest.fixture
+def measured_here() -> str:
+    """Machine, Python and date, for tables that are made of no verdicts."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return f"{processor_name()}, {usable_cores()} cores, Python {platform.python_version()}, {now}"
 
 
 @pytest.fixture

@@ -158,7 +158,9 @@ def called(client: Any, url: str, key: str, kind: str) -> float:
     return taken
 
 
-def test_proxy_overhead(tmp_path: Path, publish: Callable[[str, str, list[ProxyOverhead]], None]) -> None:
+def test_proxy_overhead(
+    tmp_path: Path, publish: Callable[[str, str, list[ProxyOverhead]], None], measured_here: str
+) -> None:
     """The proxy adds at most 10 ms to a call."""
     pytest.importorskip("httpx", reason="needs the extra external")
     output = tmp_path / "measured.json"
@@ -169,8 +171,8 @@ def test_proxy_overhead(tmp_path: Path, publish: Callable[[str, str, list[ProxyO
     found = msgspec.json.decode(output.read_bytes(), type=list[ProxyOverhead])
     lines = [
         "# What the metering proxy adds to a call\n",
-        f"{CALLS} pairs of calls of each kind, one after the other; client, proxy and provider are processes of one "
-        f"machine, and the provider answers at once. A prompt of {PROMPT_BYTES} bytes, a reply of {REPLY_BYTES}, "
+        f"{measured_here}. {CALLS} pairs of calls of each kind, one after the other; client, proxy and provider are "
+        f"processes of one machine, and the provider answers at once. A prompt of {PROMPT_BYTES} bytes, a reply of {REPLY_BYTES}, "
         f"streamed in {PIECES} pieces; two synced lines of the trajectory are in it. At most {LIMIT_MS:.0f} ms are "
         "allowed.\n",
         "| call | direct, median | through the proxy, median | added, median | added, 95 % of calls |",

@@ -30,7 +30,7 @@ class ReportTime(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
 
 
-def test_report_time(tmp_path: Path, publish: Callable[[str, str, list[ReportTime]], None]) -> None:
+def test_report_time(tmp_path: Path, publish: Callable[[str, str, list[ReportTime]], None], measured_here: str) -> None:
     """All tables and figures from committed results take at most 30 s."""
     sources = tuple(name for name in SOURCES if (ROOT / name).is_dir())
     page, figures = tmp_path / "report.html", tmp_path / "figures"
@@ -43,7 +43,8 @@ def test_report_time(tmp_path: Path, publish: Callable[[str, str, list[ReportTim
         page_bytes=page.stat().st_size,
     )  # fmt: skip
     lines = [
-        f"# What a report costs\n\nEverything from {', '.join(sources)}, without PyTorch, in a fresh process.\n",
+        "# What a report costs\n",
+        f"{measured_here}. Everything from {', '.join(sources)}, without PyTorch, in a fresh process.\n",
         "| what | measured | target |",
         "|---|---|---|",
         f"| HTML, Markdown and {found.figures} figures as SVG and PNG | {found.seconds:.1f} s | {LIMIT_S:.0f} s |",
