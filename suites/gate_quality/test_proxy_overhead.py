@@ -173,8 +173,8 @@ def test_proxy_overhead(
         "# What the metering proxy adds to a call\n",
         f"{measured_here}. {CALLS} pairs of calls of each kind, one after the other; client, proxy and provider are "
         f"processes of one machine, and the provider answers at once. A prompt of {PROMPT_BYTES} bytes, a reply of "
-        f"{REPLY_BYTES}, streamed in {PIECES} pieces; two synced lines of the trajectory are in it. At most {LIMIT_MS:.0f} ms are "
-        "allowed.\n",
+        f"{REPLY_BYTES}, streamed in {PIECES} pieces; two synced lines of the trajectory are in it. At most "
+        f"{LIMIT_MS:.0f} ms are allowed.\n",
         "| call | direct, median | through the proxy, median | added, median | added, 95 % of calls |",
         "|---|---|---|---|---|",
     ]
