@@ -53,6 +53,8 @@ def draw(figures: Iterable[Figure], folder: Path) -> dict[str, Path]:
                 _legend(figure, axes, canvas)
                 written[figure.key] = folder / f"{figure.key}.svg"
                 canvas.savefig(written[figure.key], metadata={"Date": None})
+                # The layout stays as the first file has it; to find it costs as much as to draw.
+                canvas.set_layout_engine("none")
                 canvas.savefig(folder / f"{figure.key}.png", dpi=PNG_DPI)
     except OSError as error:
         raise StoreError(f"{folder} cannot be written: {error.strerror or error}") from error
