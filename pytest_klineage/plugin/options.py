@@ -171,7 +171,7 @@ OPTIONS = (
         " on: the same, without waiting. (default: auto)",
     ),
     Option("json", "PATH", word, "Write all records and the summary of this run to PATH as one JSON file"),
-    Option("save", "NAME", word, "Pin this run's timings as the baseline NAME, in the results folder"),
+    Option("save", "NAME", word, "Pin this run's timings, two judgements of each kernel, as the baseline NAME"),
     Option("compare", "NAME", word, "Compare with the baseline NAME of this platform and device"),
     Option(
         "compare-fail", "slower:PERCENT", slower,
