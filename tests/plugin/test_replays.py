@@ -22,7 +22,11 @@ QUICK = ("--klineage-time-limit=0.5", "--klineage-precision=0.3", "--klineage-bu
         pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage"),
         pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or gdn-1 or table", id="recovery"),
         pytest.param("suites/ablations/test_generated_only.py", "fmha-2 or table", id="without-cards"),
-        pytest.param("suites/head_to_head", "klineage-topk-1 or generated-only-conv2d-1 or tables", id="head-to-head"),
+        pytest.param(
+            "suites/head_to_head",
+            "klineage-topk-1 or generated-only-conv2d-1 or adaexplore-topk-3 or accelopt-conv2d-2 or tables",
+            id="head-to-head",
+        ),
     ],
 )
 def test_a_recording_is_replayed(pytestconfig: pytest.Config, suite: str, chosen: str) -> None:
