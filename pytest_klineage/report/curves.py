@@ -55,8 +55,8 @@ def cost_section(found: Sequence[Optimization], details: Details) -> Section:
             )
         )
     text = (
-        "Best kernel that passed the gate so far, by what the model calls had cost. Each line is one run; a method "
-        "without a line brought no kernel."
+        "Highest estimate of a kernel that passed the gate so far, by what the model calls had cost. Each line is one "
+        "run; a method without a line brought no kernel."
     )
     return Section(
         key="cost", title="Running best over cost", text=text, figures=tuple(figures), tables=(run_table(found),)
@@ -97,7 +97,7 @@ def _steps(one: Optimization, number: int, colour: int, details: Details) -> Fig
 
 
 def run_table(found: Sequence[Optimization]) -> Table:
-    """One row for each optimization."""
+    """One row for each optimization; the root that it began with is none of its steps."""
     names = (
         "method",
         "case",
@@ -263,7 +263,7 @@ def _told(step: Step) -> str:
 
 
 def _run_row(one: Optimization) -> tuple[Cell, ...]:
-    marks = [step.mark for step in one.steps]
+    marks = [step.mark for step in one.steps if not step.is_root]
     best = one.best
     counts = [marks.count(mark) for mark in (Mark.SCORED, Mark.WRAPPER, Mark.FAILED)]
     return (

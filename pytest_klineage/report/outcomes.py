@@ -52,6 +52,12 @@ class Attempt:
         return machine.device if machine is not None else self.platform
 
     @property
+    def surely(self) -> float:
+        """The speedup that it has at least, by which the best of several is chosen; 0 unless scored."""
+        timing = self.verdict.timing if self.verdict is not None else None
+        return timing.speedup.low if timing is not None and self.speedup is not None else self.speedup or 0.0
+
+    @property
     def case(self) -> KernelCase | None:
         """The case, where a whole verdict is there."""
         return self.verdict.case if self.verdict is not None else None
@@ -133,7 +139,7 @@ def results(found: Iterable[Attempt]) -> list[Result]:
         groups.setdefault(key, []).append(one)
     return [
         Result(
-            best=max(group, key=lambda one: (one.speedup is not None, one.speedup or 0.0)),
+            best=max(group, key=lambda one: (one.speedup is not None, one.surely)),
             attempts=len(group),
             succeeded=sum(one.speedup is not None for one in group),
         )

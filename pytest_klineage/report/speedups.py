@@ -49,8 +49,8 @@ def speedup_section(found: Sequence[Result], details: Details) -> Section:
     return Section(
         key="speedups",
         title="Speedup over the reference",
-        text="Reference time over kernel time; above 1x the kernel is faster. Best of each method's attempts, with the "
-        f"95 % interval of its own measurement. {FAILURES}",
+        text="Reference time over kernel time; above 1x the kernel is faster. Of each method's attempts the one whose "
+        f"interval begins highest, with the 95 % interval of its own measurement. {FAILURES}",
         figures=tuple(speedup_bars(found, details)),
         tables=tuple(tables),
     )

@@ -72,6 +72,11 @@ class Step:
             return None
         return self.verdict.timing.speedup
 
+    @property
+    def surely(self) -> float:
+        """The speedup that it has at least: of many estimates the highest would be the luckiest. 0 unless scored."""
+        return self.interval.low if self.interval is not None else self.speedup or 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Optimization:
@@ -92,9 +97,9 @@ class Optimization:
 
     @property
     def best(self) -> Step | None:
-        """The fastest scored step of the method's own: the root that it began with is none of its merits."""
+        """The step of the method's own that is surely the fastest: the root that it began with is not its merit."""
         scored = [step for step in self.steps if step.speedup is not None and not step.is_root]
-        return max(scored, key=lambda step: step.speedup or 0.0) if scored else None
+        return max(scored, key=lambda step: step.surely, default=None)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.optimizers.methods import METHOD_NAMES
-from pytest_klineage.optimizers.replaying import has_root, repeats_of, steps_of
+from pytest_klineage.optimizers.replaying import repeats_of, steps_of
 from pytest_klineage.records import Answered, Interval, Machine
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect
@@ -160,8 +160,8 @@ def speed(interval: Interval) -> str:
 
 def _standing(read: ReadTrajectory) -> Standing:
     one = optimization_of(read)
-    made = [step for step in one.steps if not (step.number == 0 and has_root(read.events))]
-    best = max((step for step in made if step.interval is not None), key=_surely, default=None)
+    made = [step for step in one.steps if not step.is_root]
+    best = one.best
     timing = best.verdict.timing if best is not None and best.verdict is not None else None
     verdict = next((step.verdict for step in one.steps if step.verdict is not None), None)
     known = one.settings
@@ -188,11 +188,6 @@ def _best(found: Sequence[Standing], case: str) -> Standing | None:
 
 def _place(method: str) -> tuple[int, str]:
     return (METHOD_NAMES.index(method) if method in METHOD_NAMES else len(METHOD_NAMES)), method
-
-
-def _surely(step: Step) -> float:
-    """The lower end of the interval: of many estimates the highest would be the luckiest."""
-    return step.interval.low if step.interval is not None else 0.0
 
 
 def _count(steps: Sequence[Step], mark: Mark) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from report_sample import HOSTILE, write_trajectory
 
-from pytest_klineage.records import Code
+from pytest_klineage.records import Code, Interval
 from pytest_klineage.report.collect import collect
 from pytest_klineage.report.document import Mark
 from pytest_klineage.report.steps import Optimization, mark_of, optimization_of, running_best
@@ -43,6 +44,17 @@ def test_the_running_best_only_rises(one: Optimization) -> None:
     assert [(step.number, best) for step, best in running_best(one.steps)] == [(0, 0.3), (1, 2.4), (4, 8.7)]
     assert one.best is not None
     assert one.best.number == 4
+
+
+def test_the_best_is_the_one_that_is_surely_fast_not_the_luckiest(one: Optimization) -> None:
+    lucky = one.steps[4]
+    assert lucky.verdict is not None
+    assert lucky.verdict.timing is not None
+    wide = msgspec.structs.replace(lucky.verdict.timing, speedup=Interval(8.7, 1.1, 20.0))
+    doubtful = replace(lucky, verdict=msgspec.structs.replace(lucky.verdict, timing=wide))
+    found = replace(one, steps=(*one.steps[:4], doubtful)).best
+    assert found is not None
+    assert found.number == 1
 
 
 def test_the_root_is_no_merit_of_the_method(one: Optimization) -> None:
