@@ -84,9 +84,8 @@ def compare(pin: Pin, verdict: Verdict, *, against: str, margin: float, confiden
     )  # fmt: skip
     outcome, message, advice, change = _judged(pin, verdict, against, margin, confidence)
     made = _with(said, outcome, message, advice, change)
-    if pin.again is None or change is None or not outcome.change:
+    if pin.again is None or verdict.timing is None or change is None or not outcome.change:
         return made
-    assert verdict.timing is not None
     other = change_interval(pin.again, verdict.timing, confidence=confidence)
     if classify(other, margin) is outcome:
         return msgspec.structs.replace(made, ratios=(change, other))
