@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from pytest_klineage import gate
 
 GEMM = """
 #include "klineage.h"
@@ -89,13 +92,20 @@ def pytest_unconfigure(config):
 @pytest.fixture(autouse=True)
 def own_surroundings(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A cache that these tests share and nobody else, and none of the outer run's variables or slow plugins."""
+) -> Iterator[None]:
+    """A cache that these tests share and nobody else, and none of the outer run's variables or slow plugins.
+
+    A run in this process that pretends to have a gate must have put the real one back.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     # After pytester, which removes the variable.
     monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest")
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
+    real = gate.Gate
+    yield
+    left, gate.Gate = gate.Gate, real
+    assert left is real
 
 
 @pytest.fixture

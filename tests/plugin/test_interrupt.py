@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,24 @@ def wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def interruptible(command: list[str], folder: Path, token: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that Ctrl-C ends, also where whoever started these tests ignores it, as a shell does behind `&`."""
+    default = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, token: "1"}, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGINT, default)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one-process", "xdist"])
 @pytest.mark.parametrize("after_s", [0.05, 1.5], ids=["while-building", "while-running"])
 def test_ctrl_c_leaves_records_and_no_processes(
@@ -64,20 +83,12 @@ def test_ctrl_c_leaves_records_and_no_processes(
     (kernels / "hangs.cpp").write_text(HANGS)
     token = f"{TOKEN}_{os.getpid()}_{time.monotonic_ns()}"
     command = [sys.executable, "-m", "pytest", *workers, *quick]
-    process = subprocess.Popen(
-        command, cwd=kernels, env={**os.environ, token: "1"}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    try:
+    with interruptible(command, kernels, token) as process:
         assert wait_for((kernels / "second").exists, 90), "the second test never began"
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
         text, _ = process.communicate(timeout=30)
         assert wait_for(lambda: not descendants(token), 10), descendants(token)
-    finally:
-        process.kill()
-        process.wait()
     assert process.returncode == pytest.ExitCode.INTERRUPTED, text
     assert "KeyboardInterrupt" in text
     (path,) = kernels.glob("results/runs/*/records.jsonl")
