@@ -67,9 +67,7 @@ class AgainstBase:
         again, second = judge()
         return confirmed(first, second, again)
 
-    def _older(
-        self, item: pytest.Item, source: KernelSource, verdict: Verdict
-    ) -> KernelSource | tuple[Outcome, str]:  # fmt: skip
+    def _older(self, item: pytest.Item, source: KernelSource, verdict: Verdict) -> KernelSource | tuple[Outcome, str]:
         """The base's version of a kernel; or why there is nothing to judge it against."""
         if not verdict.scored:
             return Outcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"

@@ -120,14 +120,12 @@ def confirmed(first: Comparison, second: Comparison, again: Verdict) -> Comparis
     if second.ratio is None or first.ratio is None:
         return msgspec.structs.replace(second, again=again)
     ratios = (*(first.ratios or (first.ratio,)), *(second.ratios or (second.ratio,)))
-    outcome, message = first.outcome, f"{first.message}; judged once more {change_text(second.ratio)}"
-    advice = first.advice
-    if second.outcome is not first.outcome:
-        outcome, advice = Outcome.UNCLEAR, _advice(Outcome.UNCLEAR, "")
-        message = f"{change_text(first.ratio)}, and {change_text(second.ratio)} when judged once more: not the same"
-    return msgspec.structs.replace(
-        first, outcome=outcome, message=message, advice=advice, ratios=ratios, again=again
-    )  # fmt: skip
+    both = msgspec.structs.replace(first, ratios=ratios, again=again)
+    if second.outcome is first.outcome:
+        message = f"{first.message}; judged once more {change_text(second.ratio)}"
+        return msgspec.structs.replace(both, message=message)
+    message = f"{change_text(first.ratio)}, not confirmed; judged once more {second.message}"
+    return _with(both, Outcome.UNCLEAR, message, _advice(Outcome.UNCLEAR, ""), first.ratio)
 
 
 def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: float) -> Comparison:
@@ -196,10 +194,7 @@ def _judged(
 
 
 def _with(said: Comparison, outcome: Outcome, message: str, advice: str, change: Interval | None) -> Comparison:
-    return Comparison(
-        nodeid=said.nodeid, case=said.case, kernel=said.kernel, against=said.against, margin=said.margin,
-        old=said.old, new=said.new, verdict=said.verdict, outcome=outcome, message=message, advice=advice, ratio=change,
-    )  # fmt: skip
+    return msgspec.structs.replace(said, outcome=outcome, message=message, advice=advice, ratio=change)
 
 
 def _figures(outcome: Outcome, change: Interval, whom: str, margin: float) -> str:

@@ -52,10 +52,9 @@ class Attempt:
         return machine.device if machine is not None else self.platform
 
     @property
-    def surely(self) -> float:
+    def lower_bound(self) -> float:
         """The speedup that it has at least, by which the best of several is chosen; 0 unless scored."""
-        timing = self.verdict.timing if self.verdict is not None else None
-        return timing.speedup.low if timing is not None and self.speedup is not None else self.speedup or 0.0
+        return self.interval.low if self.interval is not None else self.speedup or 0.0
 
     @property
     def case(self) -> KernelCase | None:
@@ -139,7 +138,7 @@ def results(found: Iterable[Attempt]) -> list[Result]:
         groups.setdefault(key, []).append(one)
     return [
         Result(
-            best=max(group, key=lambda one: (one.speedup is not None, one.surely)),
+            best=max(group, key=lambda one: (one.speedup is not None, one.lower_bound)),
             attempts=len(group),
             succeeded=sum(one.speedup is not None for one in group),
         )

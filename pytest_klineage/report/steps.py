@@ -73,7 +73,7 @@ class Step:
         return self.verdict.timing.speedup
 
     @property
-    def surely(self) -> float:
+    def lower_bound(self) -> float:
         """The speedup that it has at least: of many estimates the highest would be the luckiest. 0 unless scored."""
         return self.interval.low if self.interval is not None else self.speedup or 0.0
 
@@ -99,7 +99,7 @@ class Optimization:
     def best(self) -> Step | None:
         """The step of the method's own that is surely the fastest: the root that it began with is not its merit."""
         scored = [step for step in self.steps if step.speedup is not None and not step.is_root]
-        return max(scored, key=lambda step: step.surely, default=None)
+        return max(scored, key=lambda step: step.lower_bound, default=None)
 
 
 @dataclass(slots=True)

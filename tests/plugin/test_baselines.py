@@ -182,7 +182,9 @@ def test_a_change_that_a_second_judgement_does_not_see_is_none(
     write(suite, one=f"accepted.faster 1.8 {second}", two="accepted.faster 3.3 3.0")
     result = pytester.runpytest(*processes, "--klineage-compare=main", FAIL)
     result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["2 unclear", "*one: unclear: 0.900x *, and *", "*next: quieten *"])
+    result.stdout.fnmatch_lines(
+        ["2 unclear", "*one: unclear: 0.900x *, not confirmed; judged once more*", "*next: quieten *"]
+    )
     assert set(outcomes(suite).values()) == {Outcome.UNCLEAR}
 
 

@@ -233,6 +233,17 @@ def test_figures_of_all_judgements_are_kept(make_verdict: Make) -> None:
     assert found.outcome is Outcome.SLOWER
 
 
+def test_a_change_that_is_not_confirmed_says_why_and_keeps_its_figures(make_verdict: Make) -> None:
+    pin = msgspec.structs.replace(pin_of(make_verdict()), again=make_verdict(speedup=1.9).timing)
+    first, again = compare(pin, make_verdict(speedup=1.5), against="main", margin=0.03), make_verdict(speedup=1.9)
+    found = confirmed(first, compare(pin, again, against="main", margin=0.03), again)
+    assert found.outcome is Outcome.UNCLEAR
+    assert found.message.startswith("0.750x")
+    assert "1.000x [1.000, 1.000] of the second judgement that was pinned" in found.message
+    assert (len(found.ratios), found.again) == (4, again)
+    assert "quieten" in found.advice
+
+
 def test_an_outdated_baseline_is_said_to_be(make_verdict: Make) -> None:
     found = compare(pin_of(make_verdict()), make_verdict(speedup=4.0), against="main", margin=0.03)
     assert "outdated" in found.advice
