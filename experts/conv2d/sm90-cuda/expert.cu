@@ -8,6 +8,8 @@
 //     next image; B is the weights. NCHW (transposed_product): A is the weights, B is x as it lies in memory.
 //   tma_load (NHWC): every input row and every tap on a barrier of its own; the later taps are requested when the rows are there.
 //   filter_order (NHWC): a 5-D tensor map permutes the filters, so that a lane's accumulators are 8 neighbours: 16-byte stores.
+//   warp_private_weights (NCHW): each warp copies its own filters and waits for them alone.
+//   reciprocal_division: no 64-bit shifts on the way to the first request.
 //   short_prologue: flat tiles and rectangles are kernels of their own, and the first weights are requested before all else.
 // Measured figures: see NOTES.md.
 #include <cuda.h>
@@ -36,21 +38,20 @@ constexpr int kStagePitch = 400;                                 // epilogue: by
 constexpr int kNchwImageAt = 8 * kWarpBytes, kNchwBarriersAt = kNchwImageAt + 12 * kCopyBytes;
 constexpr int kNchwSharedBytes = 1024 + kNchwBarriersAt + 4 * 8;
 constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
-constexpr int kEarlyTaps = 3;                                    // NHWC: taps requested together with x
-static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448, "shared memory of one block");
-static_assert(16 * kStagePitch <= kWarpBytes && 4 * kWarpBytes <= 3 * kCopyBytes, "what takes the place of other data");
+constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
+static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448 && 16 * kStagePitch <= kWarpBytes, "shared memory of one block");
 
-struct Divider {  // n / d for 0 <= n < 2^31
+struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a shift
     unsigned multiplier = 0, shift = 0;
     Divider() = default;
     explicit Divider(int d) {
-        for (shift = 31; 1u << (shift - 31) < static_cast<unsigned>(d);) ++shift;
-        multiplier = static_cast<unsigned>(((1ull << shift) + d - 1) / d);
+        while (1u << shift < static_cast<unsigned>(d)) ++shift;
+        multiplier = static_cast<unsigned>(((1ull << (31 + shift)) + d - 1) / d);
     }
-    DEVICE int operator()(int n) const { return static_cast<int>(1ull * static_cast<unsigned>(n) * multiplier >> shift); }
+    DEVICE int operator()(int n) const { return static_cast<int>(__umulhi(2u * n, multiplier) >> shift); }
 };
 
-// A tile is kTile consecutive output pixels (kFlat), or a rectangle tile_h x tile_w of one image. Input rows lie
+// A tile is kTile consecutive output pixels (tile_w = 0), or a rectangle tile_h x tile_w of one image. Input rows lie
 // `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
 // row n * (h + 1) is the row of zeros above image n, and below image n - 1.
 struct Geometry {
@@ -68,7 +69,7 @@ struct Tile {
     DEVICE explicit Tile(const Geometry &g) : n(0), p(0), column(-1) {
         const int tile = blockIdx.x;
         if constexpr (kFlat) {
-            const int first = tile * kTile, last = min(first + kTile, g.total) - 1;
+            const int first = min(tile * kTile, g.total - 1), last = min(tile * kTile + kTile, g.total) - 1;
             const int first_n = g.by_plane(first), last_n = g.by_plane(last);
             first_row = first_n * (g.h + 1) + g.by_w(first - first_n * g.plane);
             rows = last_n * (g.h + 1) + g.by_w(last - last_n * g.plane) + 3 - first_row;
@@ -97,7 +98,7 @@ struct Tile {
         } else {
             row = g.by_tile_w(m), q = m - row * g.tile_w + column + 1;
             image = n, place = (p + row) * g.w + q;
-            valid = p + row < g.h && q < g.w;
+            valid = n < g.n && p + row < g.h && q < g.w;
         }
         slot = row * g.pitch + q - column - 1;
         return valid;
@@ -127,11 +128,7 @@ DEVICE void copy_async(unsigned to, const void *from) {
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void copy_wait(int pending) {  // a constant after unrolling
-    if (pending == 0) asm volatile("cp.async.wait_group 0;" ::: "memory");
-    else if (pending == 1) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 2;" ::: "memory");
-}
+template <int kPending> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
 DEVICE void ldmatrix(unsigned (&a)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
@@ -152,20 +149,32 @@ DEVICE unsigned pack(float low, float high) {
 
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b in shared memory, K-major or N-major; d may be wider.
-template <int kNMajor, int kSize>
-DEVICE void wgmma(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b K-major in shared memory with the 128-byte swizzle.
+DEVICE void wgmma(float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
         : D16(0), D16(16), D16(32), D16(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
-// The columns 128 to 191 of d, b N-major.
+
+// d[64 x 128] += a[64 x 16] b[16 x 128], the first columns of d: a in registers, b N-major in shared memory without swizzle.
+DEVICE void wgmma_first(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+        : D16(0), D16(16), D16(32), D16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+// The same for the last 64 columns.
 DEVICE void wgmma_last(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -194,13 +203,16 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
     const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
     if (threadIdx.x == 0) prefetch(&x_map);
+    if (threadIdx.x == 352) {
+        barrier_init(tap_bars, 1), fence_barrier_init(), barrier_expect(tap_bars, kTapBytes), load_tap(weights, &w_map, tap_bars, 0);
+    }
+    const Tile<kFlat> tile(g);
+
     const auto request_tap = [&](int tap) {
         barrier_expect(tap_bars + tap * 8, kTapBytes);
         load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
     };
-    if (threadIdx.x == 352) barrier_init(tap_bars, 1), fence_barrier_init(), request_tap(0);
-    const Tile<kFlat> tile(g);
-
+    if (threadIdx.x == 352) prefetch(&x_map);
     if (lane == 0) {  // the rows of x and the first taps at once; a warp requests what it has made a barrier for
         LOOP for (int i = warp; i < tile.rows; i += 12) {
             barrier_init(row_bars + i * 8, 1), fence_barrier_init();
@@ -242,7 +254,7 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
         const unsigned long long b = (weights + tap * kTapBytes) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
         wgmma_fence();
-        UNROLL for (int j = 0; j < 4; ++j) wgmma<0>(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
+        UNROLL for (int j = 0; j < 4; ++j) wgmma(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
         wgmma_commit();
         if (tap < 8) wgmma_wait<1>(), load_a(a[(tap + 1) % 2], tap + 1);
     }
@@ -273,14 +285,9 @@ conv_nchw(const __grid_constant__ Geometry g) {
         for (int i = 0; i < 4; ++i) barrier_init(bars + i * 8, 8);
         fence_barrier_init();
     }
-    // Where a quarter of this warp's weights goes: two places; the third one comes to where the last channels of x will be.
-    const auto weights_at = [&](int quarter) {
-        if (kFlat && quarter == 2) return kNchwImageAt + 9 * kCopyBytes + warp * (kWarpBytes / 2);
-        return warp * kWarpBytes + (kFlat ? quarter == 1 : quarter % 2) * (kWarpBytes / 2);
-    };
     const auto fetch = [&](int quarter) {  // 16 channels of this warp's filters: 18 chunks of 16 bytes for each
         const char *const from = reinterpret_cast<const char *>(g.weights + filter * kDepth) + quarter * 288;
-        const unsigned to = base + weights_at(quarter);
+        const unsigned to = base + warp * kWarpBytes + quarter % 2 * (kWarpBytes / 2);
         UNROLL for (int i = 0; i < 8; ++i)
             copy_async(to + (lane / 16 + 2 * i) * 288 + lane % 16 * 16, from + (lane / 16 + 2 * i) * kDepth * 2 + lane % 16 * 16);
         copy_async(to + lane / 2 * 288 + 256 + lane % 2 * 16, from + lane / 2 * kDepth * 2 + 256 + lane % 2 * 16);
@@ -290,6 +297,7 @@ conv_nchw(const __grid_constant__ Geometry g) {
     const auto position = [&](int o) { return g.exact ? o + g.by_plane(o) * g.w : o; };
 
     if (g.total > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
+    __syncthreads();
     // This thread's channel of each group of 16, and its blocks first + 16 i of 8 input pixels.
     const int channel = thread / 16, first = thread % 16 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
     const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
@@ -329,20 +337,17 @@ conv_nchw(const __grid_constant__ Geometry g) {
     const auto load_a = [&](int j, int half) {  // of filters lane / 4 + 8 half
         unsigned in[18];  // 4 channels by 9 taps
         const uint2 *const from = reinterpret_cast<const uint2 *>(
-            smem + weights_at(j) + (half * 8 + lane / 4) * 288 + lane % 4 * 72);
+            smem + warp * kWarpBytes + j % 2 * (kWarpBytes / 2) + (half * 8 + lane / 4) * 288 + lane % 4 * 72);
         UNROLL for (int i = 0; i < 9; ++i) in[2 * i] = from[i].x, in[2 * i + 1] = from[i].y;
         UNROLL for (int tap = 0; tap < 9; ++tap)
             UNROLL for (int c = 0; c < 4; c += 2)
                 a[j % 2][tap][c + half] = __byte_perm(in[(c * 9 + tap) / 2], in[(c * 9 + 9 + tap) / 2], tap % 2 ? 0x5432 : 0x7610);
     };
 
-    if constexpr (kFlat) load(0), load(1);
-    __syncthreads();
-    fetch(1);
+    if constexpr (kFlat) load(0);
     if constexpr (kFlat) {
         UNROLL for (int i = 0; i < 3; ++i) fill(0, i);
         filled(0);
-        fetch(2), load(2);
     } else {  // a rectangle, element by element
         const Tile<false> tile(g);
         for (int e = thread; e < 12 * 16 * blocks; e += 256) {
@@ -359,9 +364,11 @@ conv_nchw(const __grid_constant__ Geometry g) {
         }
         UNROLL for (int j = 0; j < 4; ++j) filled(j);
     }
-    copy_wait(kFlat ? 2 : 1), __syncwarp();
-    load_a(0, 0), load_a(0, 1), __syncwarp();
-    fetch(kFlat ? 3 : 2);
+    fetch(1);
+    if constexpr (kFlat) load(1);
+    copy_wait<1>(), __syncwarp();
+    load_a(0, 0), load_a(0, 1);
+    if constexpr (kFlat) load(2);
     barrier_wait(bars);
 
     float d[kSpan / 2];
@@ -378,25 +385,22 @@ conv_nchw(const __grid_constant__ Geometry g) {
                 return (at + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
                        static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
             };
-            wgmma<1>(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
+            wgmma_first(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
             wgmma_last(d, a[j % 2][tap], b(image + last_part / 8 * kBlockPitch), j + tap > 0);
             if (j == 3) continue;
             if (tap < 3 && kFlat) fill(j + 1, tap);
             if (tap == 2) {
                 wgmma_commit();
-                if (kFlat && j != 1) filled(j + 1);
+                if (kFlat) filled(j + 1);
             }
             if (tap == 3 && j == 0 && kFlat) load(3);
             if (tap == 5) {
                 if (j > 0) wgmma_wait<1>();  // the A registers of the group before
-                copy_wait(kFlat ? 2 - j : 0), __syncwarp();
+                copy_wait<0>(), __syncwarp();
                 load_a(j + 1, 0);
+                if (j < 2) fetch(j + 2);
             }
-            if (tap == 7) {
-                load_a(j + 1, 1);
-                if (kFlat && j == 1) filled(2);  // now also the place of the third quarter is free
-                if (!kFlat && j == 0) __syncwarp(), fetch(3);
-            }
+            if (tap == 7) load_a(j + 1, 1);
         }
         wgmma_commit();
     }
@@ -511,9 +515,8 @@ extern "C" int run(const klineage_call *call) {
     static thread_local int prepared = -1;  // the device on which the kernels may use that much shared memory
     int device;
     if (cudaGetDevice(&device) == cudaSuccess && device != prepared) {
-        constexpr auto limit = cudaFuncAttributeMaxDynamicSharedMemorySize;
-        for (auto kernel : {conv_nhwc<true>, conv_nhwc<false>}) cudaFuncSetAttribute(kernel, limit, kSharedBytes);
-        for (auto kernel : {conv_nchw<true>, conv_nchw<false>}) cudaFuncSetAttribute(kernel, limit, kNchwSharedBytes);
+        for (auto kernel : {conv_nhwc<true>, conv_nhwc<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        for (auto kernel : {conv_nchw<true>, conv_nchw<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNchwSharedBytes);
         prepared = device;
     }
     const auto stream = static_cast<cudaStream_t>(call->stream);
@@ -523,3 +526,4 @@ extern "C" int run(const klineage_call *call) {
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }
+
