@@ -67,8 +67,8 @@ def table_of(trials: list[Trial]) -> str:
     lines = [
         "| operator | trials | 95 % interval holds 1.0 | 99 % interval holds 1.0 | false slower | "
         "median half-width 95 % / 99 % | median pairs | paired: 90 % of estimates within | "
-        "sequential medians: 90 % within |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "sequential medians: 90 % within | paired: median | sequential: median |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in (*OPERATORS, "all"):
         chosen = [trial for trial in trials if name in ("all", trial.operator)]
@@ -85,6 +85,8 @@ def table_of(trials: list[Trial]) -> str:
             f"{median([trial.pairs for trial in chosen]):.0f}",
             f"+-{100 * spread([trial.estimate for trial in chosen]):.2f} %",
             f"+-{100 * spread([trial.sequential for trial in chosen]):.2f} %",
+            f"{median([trial.estimate for trial in chosen]):.4f}",
+            f"{median([trial.sequential for trial in chosen]):.4f}",
         )
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)

@@ -46,8 +46,9 @@ class GpuTrial(Trial, frozen=True, kw_only=True):
 
 def report_of(trials: list[GpuTrial], platform: str) -> str:
     """The page with its table."""
-    machine = trials[-1].machine
-    where = f"{machine.device}, {trials[-1].judged_at}" if machine else trials[-1].judged_at
+    devices = dict.fromkeys(trial.machine.device for trial in trials if trial.machine)
+    days = sorted({trial.judged_at[: len("2026-11-22")] for trial in trials})
+    where = ", ".join([*devices, " and ".join(days)])
     kernels = ", ".join(dict.fromkeys(trial.kernel for trial in trials))
     return (
         f"# A/A on {platform}: the same kernel as candidate and as reference\n\n{where}. Kernels: {kernels}. Policy "

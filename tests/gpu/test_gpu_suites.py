@@ -93,6 +93,14 @@ def test_the_table_of_a_a_has_a_row_for_each_operator() -> None:
     assert "| gemm | 3 | 3 (100.0 %) | 3 (100.0 %) | 0 |" in table
     assert "| all | 6 |" in table
     assert "gemm: its library, topk: its library" in table
+    assert "| +-1.00 % | 1.0000 | 1.0100 |" in table
+
+
+def test_the_table_of_a_a_names_every_day_of_its_trials() -> None:
+    later = msgspec.structs.replace(trial("gemm", 1), judged_at="2026-11-22T03:00:00+00:00")
+    assert "\n2026-11-21 and 2026-11-22. Kernels: gemm: its library." in a_a.report_of(
+        [later, trial("gemm", 0)], "sm90"
+    )
 
 
 def test_the_table_of_references_says_who_is_within_three_percent() -> None:

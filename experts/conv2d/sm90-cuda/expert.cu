@@ -51,7 +51,7 @@ struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a 
     DEVICE int operator()(int n) const { return static_cast<int>(__umulhi(2u * n, multiplier) >> shift); }
 };
 
-// A tile is kTile consecutive output pixels (tile_w = 0), or a rectangle tile_h x tile_w of one image. Input rows lie
+// A tile is kTile consecutive output pixels (kFlat), or a rectangle tile_h x tile_w of one image. Input rows lie
 // `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
 // row n * (h + 1) is the row of zeros above image n, and below image n - 1.
 struct Geometry {
@@ -149,32 +149,20 @@ DEVICE unsigned pack(float low, float high) {
 
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b K-major in shared memory with the 128-byte swizzle.
-DEVICE void wgmma(float (&d)[64], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b in shared memory, K-major or N-major; d may be wider.
+template <int kNMajor, int kSize>
+DEVICE void wgmma(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
         : D16(0), D16(16), D16(32), D16(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
 }
-
-// d[64 x 128] += a[64 x 16] b[16 x 128], the first columns of d: a in registers, b N-major in shared memory without swizzle.
-DEVICE void wgmma_first(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
-        : D16(0), D16(16), D16(32), D16(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-// The same for the last 64 columns.
+// The columns 128 to 191 of d, b N-major.
 DEVICE void wgmma_last(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -254,7 +242,7 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
         const unsigned long long b = (weights + tap * kTapBytes) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
         wgmma_fence();
-        UNROLL for (int j = 0; j < 4; ++j) wgmma(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
+        UNROLL for (int j = 0; j < 4; ++j) wgmma<0>(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
         wgmma_commit();
         if (tap < 8) wgmma_wait<1>(), load_a(a[(tap + 1) % 2], tap + 1);
     }
@@ -385,7 +373,7 @@ conv_nchw(const __grid_constant__ Geometry g) {
                 return (at + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
                        static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
             };
-            wgmma_first(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
+            wgmma<1>(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
             wgmma_last(d, a[j % 2][tap], b(image + last_part / 8 * kBlockPitch), j + tap > 0);
             if (j == 3) continue;
             if (tap < 3 && kFlat) fill(j + 1, tap);
@@ -526,4 +514,3 @@ extern "C" int run(const klineage_call *call) {
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }
-
