@@ -93,6 +93,7 @@ def charged(samples: Samples) -> Samples:
         ],
         reference_wall=samples.reference_wall,
         candidate_wall=samples.candidate_wall,
+        candidate_waited=samples.candidate_waited,
         novel=samples.novel,
         starts=samples.starts,
         calls_per_sample=samples.calls_per_sample,
@@ -103,11 +104,14 @@ def clock_reason(samples: Samples) -> Reason | None:
     """A reason when nearly all calls of the candidate hide time from its own clock.
 
     The lower quartile decides: on a busy machine many answers come late, but a kernel that lies about its time has a
-    gap in every call that it lies about. Calls that are not enough for a reason are still charged (see `charged`).
+    gap in every call that it lies about. What the system accounts for, because oracle or worker had no processor, is
+    no lie. Calls that are not enough for a reason, and waiting, are still charged (see `charged`).
     """
     clocks, own = clocks_of(samples), median(samples.candidate)
     enough = len(samples.candidate) >= CLOCK_PAIRS
-    excess = quantile(sorted(clocks.candidate_gaps), 0.25 if enough else 0.0) - clocks.allowed_ms
+    waited = samples.candidate_waited or [0.0] * len(samples.candidate)
+    unexplained = sorted(gap - lost for gap, lost in zip(clocks.candidate_gaps, waited, strict=True))
+    excess = quantile(unexplained, 0.25 if enough else 0.0) - clocks.allowed_ms
     if excess <= max(CLOCK_SHARE * own, CLOCK_FLOOR_MS, CLOCK_GAPS * clocks.allowed_ms):
         return None
     return Reason(

@@ -35,6 +35,8 @@ class Samples(msgspec.Struct, kw_only=True):
     candidate: list[float] = []
     reference_wall: list[float] = []
     candidate_wall: list[float] = []
+    candidate_waited: list[float] = []
+    """For how long oracle and worker had no processor meanwhile, by the system's account; empty where it has none."""
     novel: list[bool] = []
     """For every candidate sample, whether its inputs were made for it alone."""
     starts: list[int] = msgspec.field(default_factory=lambda: [0])
@@ -48,6 +50,7 @@ class Samples(msgspec.Struct, kw_only=True):
         self.candidate += other.candidate
         self.reference_wall += other.reference_wall
         self.candidate_wall += other.candidate_wall
+        self.candidate_waited += other.candidate_waited
         self.novel += other.novel
         self.calls_per_sample = other.calls_per_sample
 
@@ -56,7 +59,8 @@ class Samples(msgspec.Struct, kw_only=True):
         return Samples(
             reference=self.reference[count:], candidate=self.candidate[count:],
             reference_wall=self.reference_wall[count:], candidate_wall=self.candidate_wall[count:],
-            novel=self.novel[count:], calls_per_sample=self.calls_per_sample,
+            candidate_waited=self.candidate_waited[count:], novel=self.novel[count:],
+            calls_per_sample=self.calls_per_sample,
         )  # fmt: skip
 
 

@@ -106,6 +106,7 @@ class TimedStage:
             own.append(sample.elapsed_ns / 1e6)
             wall.append(sample.wall_ns / 1e6)
             if sample.role == "candidate":
+                samples.candidate_waited.append(sample.waited_ns / 1e6)
                 samples.novel.append(sample.novel)
         return samples
 

@@ -267,6 +267,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     wall_ns: int
     novel: bool = False
     """Whether the call's inputs were made for it alone, not a disguise of inputs that were there before."""
+    waited_ns: int = 0
+    """For how long oracle and worker were ready meanwhile and had no processor; 0 on a GPU."""
 
 
 class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -37,6 +37,7 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.worker.arena import OracleArena, is_poison, poison
 from pytest_klineage.worker.problems import Disguised, Plain
+from pytest_klineage.worker.scheduling import waited_ns
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
@@ -82,6 +83,7 @@ class Player:
         self.role, self.channel = role, channel
         self.arenas: Sequence[OracleArena] = ()
         self.previous: list[ReturnedTensor] = []
+        self.pid: int | None = None
         self.pidfd: int | None = None
         self.frozen = False
 
@@ -106,7 +108,8 @@ class Player:
             _data, beside, _flags, _address = self.channel.sock.recvmsg(1, socket.CMSG_SPACE(size), socket.MSG_PEEK)
             for level, kind, credentials in beside:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                    self.pidfd = os.pidfd_open(struct.unpack("3i", credentials[:size])[0])
+                    self.pid = struct.unpack("3i", credentials[:size])[0]
+                    self.pidfd = os.pidfd_open(self.pid)
 
     def freeze(self, frozen: bool) -> None:
         """Stop the worker's process with all its threads, or let it go on.
@@ -154,10 +157,12 @@ class Player:
             name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
         }
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
+        waited = self._waited_ns()
         started = time.perf_counter_ns()
         self._send(request)
         returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
         wall_ns = time.perf_counter_ns() - started
+        waited = self._waited_ns() - waited
         early = {name: (where, flat[name][where]) for name, where in positions.items()}
         looked = time.perf_counter_ns()
         done = self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
@@ -174,7 +179,12 @@ class Player:
                     evidence={"elapsed_ns": returned.elapsed_ns, "wall_ns": wall_ns},
                 )
             )
-        return Sample(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns), early, done.tensors
+        sample = Sample(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns, waited_ns=max(0, waited))
+        return sample, early, done.tensors
+
+    def _waited_ns(self) -> int:
+        """For how long this process and the worker's have been ready to run so far, and had no processor."""
+        return waited_ns(os.getpid()) + (waited_ns(self.pid) if self.pid is not None else 0)
 
     def _late_work(self, arena_index: int, slot: int, returned: bool, deadline_s: float) -> list[Reason]:
         """Give a wrong output time to change: if it does, somebody is still writing."""

@@ -84,6 +84,26 @@ class TestClocks:
     def test_a_busy_machine_does_not_hide_a_liar(self) -> None:
         assert clock_reason(measured(hidden_ms=4.0, contention=0.05)) is not None
 
+    @pytest.mark.parametrize("pairs", [6, PAIRS])
+    def test_what_no_free_processor_explains_is_no_lie(self, pairs: int) -> None:
+        samples = measured(hidden_ms=4.0).without_first(PAIRS - pairs)
+        assert clock_reason(samples) is not None
+        samples.candidate_waited = [4.0] * pairs
+        assert clock_reason(samples) is None
+        assert median(charged(samples).candidate) == pytest.approx(TRUE_MS, abs=0.2), "it is still charged"
+
+    def test_waiting_excuses_no_more_than_was_waited(self) -> None:
+        samples = measured(hidden_ms=4.0)
+        samples.candidate_waited = [1.0] * PAIRS
+        reason = clock_reason(samples)
+        assert reason is not None
+        assert reason.evidence["hidden_ms"] == pytest.approx(3.0, abs=0.1)
+
+    def test_waiting_in_a_few_calls_excuses_no_others(self) -> None:
+        samples = measured(hidden_ms=4.0)
+        samples.candidate_waited = [4.0 if index % 8 == 0 else 0.0 for index in range(PAIRS)]
+        assert clock_reason(samples) is not None
+
     def test_a_short_kernel_may_be_late_by_the_floor(self) -> None:
         samples = Samples(reference=[0.01] * 9, candidate=[0.01] * 9, reference_wall=[0.05] * 9)
         samples.candidate_wall = [0.05 + 0.99 * CLOCK_FLOOR_MS] * 9
