@@ -61,12 +61,14 @@ class Clocks(msgspec.Struct, frozen=True, kw_only=True):
 
     candidate_gaps: tuple[float, ...]
     reference_gaps: tuple[float, ...]
+    one_block: bool = False
+    """Whether all gaps of a side are one: of how much they differ, nothing is known."""
 
     @property
     def allowed_ms(self) -> float:
         """The gap that an honest worker has at times: request, answer and being scheduled, seen at the reference."""
-        often = quantile(sorted(self.reference_gaps), CLOCK_QUANTILE)
-        return min(often, CLOCK_MEDIANS * median(self.reference_gaps))
+        most = CLOCK_MEDIANS * median(self.reference_gaps)
+        return most if self.one_block else min(quantile(sorted(self.reference_gaps), CLOCK_QUANTILE), most)
 
 
 def clocks_of(samples: Samples) -> Clocks:
@@ -74,6 +76,7 @@ def clocks_of(samples: Samples) -> Clocks:
     return Clocks(
         candidate_gaps=tuple(wall - own for wall, own in zip(samples.candidate_wall, samples.candidate, strict=True)),
         reference_gaps=tuple(wall - own for wall, own in zip(samples.reference_wall, samples.reference, strict=True)),
+        one_block=samples.one_block,
     )
 
 
@@ -97,6 +100,7 @@ def charged(samples: Samples) -> Samples:
         novel=samples.novel,
         starts=samples.starts,
         calls_per_sample=samples.calls_per_sample,
+        one_block=samples.one_block,
     )
 
 

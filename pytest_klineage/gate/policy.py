@@ -43,6 +43,8 @@ class Samples(msgspec.Struct, kw_only=True):
     """Pairs at which both processes were new."""
     calls_per_sample: int = 1
     """On a GPU a sample may be the median of a block of calls."""
+    one_block: bool = False
+    """Whether all calls of a side were one block, whose clocks were compared once."""
 
     def extend(self, other: Samples) -> None:
         """Append another batch."""
@@ -52,7 +54,7 @@ class Samples(msgspec.Struct, kw_only=True):
         self.candidate_wall += other.candidate_wall
         self.candidate_waited += other.candidate_waited
         self.novel += other.novel
-        self.calls_per_sample = other.calls_per_sample
+        self.calls_per_sample, self.one_block = other.calls_per_sample, other.one_block
 
     def without_first(self, count: int) -> Samples:
         """These samples of one side without its first `count`, which were calls to warm up."""
@@ -60,7 +62,7 @@ class Samples(msgspec.Struct, kw_only=True):
             reference=self.reference[count:], candidate=self.candidate[count:],
             reference_wall=self.reference_wall[count:], candidate_wall=self.candidate_wall[count:],
             candidate_waited=self.candidate_waited[count:], novel=self.novel[count:],
-            calls_per_sample=self.calls_per_sample,
+            calls_per_sample=self.calls_per_sample, one_block=self.one_block,
         )  # fmt: skip
 
 

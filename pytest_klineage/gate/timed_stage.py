@@ -96,7 +96,7 @@ class TimedStage:
             raise Rejected(*answer.reasons)
         if self.watch is not None:
             self.watch.sample()
-        samples = Samples(calls_per_sample=answer.calls_per_sample)
+        samples = Samples(calls_per_sample=answer.calls_per_sample, one_block=answer.one_block)
         for sample in answer.samples:
             own, wall = (
                 (samples.candidate, samples.candidate_wall)

@@ -277,6 +277,8 @@ class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     samples: tuple[Sample, ...]
     reasons: tuple[Reason, ...] = ()
     calls_per_sample: int = 1
+    one_block: bool = False
+    """On a GPU: whether all calls of a side were one block, and share what two clocks say of it."""
 
 
 class Profiled(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -114,7 +114,7 @@ class Blocks:
                 samples += [msgspec.structs.replace(sample, novel=novel) for sample in found]
                 if outcome.reasons:
                     return Timed(samples=tuple(samples), reasons=outcome.reasons)
-        return Timed(samples=tuple(samples), calls_per_sample=per_sample)
+        return Timed(samples=tuple(samples), calls_per_sample=per_sample, one_block=queued)
 
     def profile(self, request: ProfileRequest) -> Profiled:
         """One more block, like a timed one, with the names of what the device executes."""
