@@ -8,7 +8,7 @@ import signal
 import msgspec
 
 from pytest_klineage.gate.policy import Outcome, Samples
-from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, standing
+from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, quantile_of_others, standing
 from pytest_klineage.records import Code, KernelCase, Reason, Status
 from pytest_klineage.records.messages import Ended, Opened
 
@@ -70,6 +70,14 @@ class Clocks(msgspec.Struct, frozen=True, kw_only=True):
         most = CLOCK_MEDIANS * median(self.reference_gaps)
         return most if self.one_block else min(quantile(sorted(self.reference_gaps), CLOCK_QUANTILE), most)
 
+    def allowed_reference_ms(self) -> list[float]:
+        """The same for every gap of the reference, by all others: else it alone would be measured by itself."""
+        if self.one_block:
+            return [self.allowed_ms] * len(self.reference_gaps)
+        often = quantile_of_others(self.reference_gaps, CLOCK_QUANTILE)
+        middle = quantile_of_others(self.reference_gaps, 0.5)
+        return [min(most, CLOCK_MEDIANS * half) for most, half in zip(often, middle, strict=True)]
+
 
 def clocks_of(samples: Samples) -> Clocks:
     """Gaps of both sides."""
@@ -89,7 +97,10 @@ def charged(samples: Samples) -> Samples:
     allowed = clocks.allowed_ms
     return Samples(
         reference=[
-            own + max(0.0, gap - allowed) for own, gap in zip(samples.reference, clocks.reference_gaps, strict=True)
+            own + max(0.0, gap - least)
+            for own, gap, least in zip(
+                samples.reference, clocks.reference_gaps, clocks.allowed_reference_ms(), strict=True
+            )
         ],
         candidate=[
             own + max(0.0, gap - allowed) for own, gap in zip(samples.candidate, clocks.candidate_gaps, strict=True)

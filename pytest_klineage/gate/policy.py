@@ -81,8 +81,14 @@ class Renewal(Protocol):
     def renew(self, samples: Samples) -> bool:
         """Start both sides anew when it is time, and say whether that was done."""
 
+    def full(self, samples: Samples) -> bool:
+        """Whether the last start has all its pairs, so that it is time to look at the interval."""
+
     def enough(self, samples: Samples) -> bool:
         """Whether there were starts enough for sampling to stop because it is precise."""
+
+    def exhausted(self, samples: Samples) -> bool:
+        """Whether there are no more starts, so that more pairs would all come from the last one."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -138,7 +144,7 @@ class Paired(Policy):
             # ABBA: what drifts linearly over two pairs hits both sides alike.
             samples.extend(sample((*pair, *reversed(pair)), 1))
             pairs = len(samples.candidate)
-            if pairs >= look:
+            if pairs >= look or (renewal is not None and renewal.full(samples)):
                 interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
                 look = statistics.next_look(pairs)
                 if statistics.precise_enough(interval, precision) and (renewal is None or renewal.enough(samples)):
@@ -146,6 +152,9 @@ class Paired(Policy):
                     break
             report(pairs, look, interval)
             if pairs >= LEAST_PAIRS and out_of_time():
+                break
+            if renewal is not None and renewal.exhausted(samples):
+                stopped = "start limit"
                 break
             if renewal is not None and renewal.renew(samples):
                 samples.starts.append(pairs)

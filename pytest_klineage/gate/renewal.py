@@ -24,6 +24,9 @@ GPU_PAIRS_SHORT, GPU_PAIRS = 4, 6
 """Pairs of blocks from each of them."""
 GPU_LEAST_TIME_S = 2.0
 """A shorter time limit on a GPU has no room for renewals."""
+GPU_MOST = 2
+"""Where the least number of starts is not precise enough there are more, up to so many times as many: a start that went
+on instead would outweigh all others."""
 
 
 class TimedRenewal:
@@ -43,15 +46,23 @@ class TimedRenewal:
         self._last = time.monotonic()
         return True
 
+    def full(self, samples: Samples) -> bool:
+        """Whether the last start has all its pairs: it ends by the clock, whatever it has."""
+        return False
+
     def enough(self, samples: Samples) -> bool:
         """Whether there were starts enough for an interval."""
         return len(samples.starts) >= CPU_STARTS
 
+    def exhausted(self, samples: Samples) -> bool:
+        """Whether there are no more starts."""
+        return False
+
 
 class CountedRenewal:
-    """New processes after so many pairs, until there were enough of them."""
+    """New processes after so many pairs, the same number from each of them."""
 
-    warmup = 1
+    warmup = PAIRED_WARMUP
     """Blocks of each side, of many calls each."""
 
     def __init__(self, start: Callable[[], None]) -> None:
@@ -59,15 +70,26 @@ class CountedRenewal:
 
     def renew(self, samples: Samples) -> bool:
         """Renew both sides when it is their time, and say whether that was done."""
-        pairs = GPU_PAIRS_SHORT if is_short(samples) else GPU_PAIRS
-        if self.enough(samples) or len(samples.candidate) - samples.starts[-1] < pairs:
+        if not self.full(samples) or self.exhausted(samples):
             return False
         self._start()
         return True
 
+    def full(self, samples: Samples) -> bool:
+        """Whether the last start has all its pairs."""
+        pairs = GPU_PAIRS_SHORT if is_short(samples) else GPU_PAIRS
+        return len(samples.candidate) - samples.starts[-1] >= pairs
+
     def enough(self, samples: Samples) -> bool:
-        """Whether there were starts enough for an interval."""
-        return len(samples.starts) >= (GPU_STARTS_SHORT if is_short(samples) else GPU_STARTS)
+        """Whether there were starts enough for an interval, and all of them are full."""
+        return len(samples.starts) >= self._least(samples) and self.full(samples)
+
+    def exhausted(self, samples: Samples) -> bool:
+        """Whether all starts that there may be are full."""
+        return len(samples.starts) >= GPU_MOST * self._least(samples) and self.full(samples)
+
+    def _least(self, samples: Samples) -> int:
+        return GPU_STARTS_SHORT if is_short(samples) else GPU_STARTS
 
 
 def renewal_for(device: str, time_limit_s: float, start: Callable[[], None]) -> Renewal | None:

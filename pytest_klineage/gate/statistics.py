@@ -108,6 +108,23 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
+def quantile_of_others(values: Sequence[float], share: float) -> list[float]:
+    """For every value, the quantile of all others; of a single value, itself."""
+    count = len(values)
+    if count < 2:
+        return list(values)
+    order = sorted(range(count), key=values.__getitem__)
+    ordered = [values[index] for index in order]
+    position = share * (count - 2)
+    below = math.floor(position)
+    above = min(below + 1, count - 2)
+    found = [0.0] * count
+    for rank, index in enumerate(order):
+        low, high = (ordered[place + (place >= rank)] for place in (below, above))
+        found[index] = low + (position - below) * (high - low)
+    return found
+
+
 def next_look(pairs: int) -> int:
     """At how many pairs to look again: looking after every pair would spend the confidence on chance."""
     return max(FIRST_LOOK, math.ceil(pairs * LOOK_GROWTH))

@@ -239,7 +239,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time of the timed blocks, including preparation of inputs between calls."""
     stopped: str = ""
-    """Why sampling ended: "precise", "time limit", "pair limit", "fixed count" or "fixed time"."""
+    """Why sampling ended: "precise", "time limit", "start limit", "pair limit", "fixed count" or "fixed time"."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

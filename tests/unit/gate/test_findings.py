@@ -161,6 +161,19 @@ class TestClocks:
         )
         assert charged(samples) == samples
 
+    @pytest.mark.parametrize("pairs", [6, 12, 32])
+    def test_two_sides_that_are_alike_are_charged_alike(self, pairs: int) -> None:
+        """A side that is compared with itself is charged less: at six pairs half as much."""
+        draw, paid = random.Random(1), {"reference": 0.0, "candidate": 0.0}
+        for _ in range(2000):
+            gaps = [[draw.lognormvariate(-3, 0.5) for _ in range(pairs)] for _ in paid]
+            samples = Samples(reference=[1.0] * pairs, candidate=[1.0] * pairs)
+            samples.reference_wall, samples.candidate_wall = ([1 + gap for gap in side] for side in gaps)
+            result = charged(samples)
+            paid["reference"] += sum(result.reference) - pairs
+            paid["candidate"] += sum(result.candidate) - pairs
+        assert 0.85 < paid["candidate"] / paid["reference"] < 1.15
+
     def test_charging_does_not_change_the_raw_samples(self) -> None:
         samples = measured(hidden_ms=2.0)
         before = list(samples.candidate)

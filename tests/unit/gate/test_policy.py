@@ -17,6 +17,7 @@ from pytest_klineage.gate.policy import (
     Outcome,
     Samples,
 )
+from pytest_klineage.gate.renewal import CountedRenewal
 from pytest_klineage.gate.statistics import median
 from pytest_klineage.records import Interval
 
@@ -271,7 +272,7 @@ def test_two_sets_of_samples_share_nothing() -> None:
     assert Samples().reference == []
 
 
-LEAST_STARTS = 4
+LEAST_STARTS, MOST_STARTS = 4, 30
 
 
 # --- processes that are renewed ---------------------------------------------------------------------------------------
@@ -288,8 +289,14 @@ def renewed(cost: Callable[[str, int], float], *, every: int, precision: float =
             asked.append(len(sampler.calls))
             return len(asked) % every == 0
 
+        def full(self, samples: Samples) -> bool:
+            return False
+
         def enough(self, samples: Samples) -> bool:
             return len(samples.starts) >= LEAST_STARTS
+
+        def exhausted(self, samples: Samples) -> bool:
+            return len(samples.starts) > MOST_STARTS
 
     outcome = POLICIES["paired"].measure(
         sampler, unchanged, precision=precision, confidence=0.95, out_of_time=never, report=lambda *_: None,
@@ -311,6 +318,28 @@ def test_without_enough_starts_precision_does_not_stop_it() -> None:
     outcome, _ = renewed(noisy(2, 1, 0.001), every=5)
     assert outcome.stopped == "precise"
     assert len(outcome.samples.starts) >= LEAST_STARTS
+
+
+def test_without_precision_it_stops_when_there_are_no_more_starts() -> None:
+    outcome, _ = renewed(noisy(2, 1, 0.2), every=2, precision=1e-6)
+    assert outcome.stopped == "start limit"
+    assert len(outcome.samples.starts) == MOST_STARTS + 1
+
+
+@pytest.mark.parametrize(
+    ("scale_ms", "noise", "starts", "pairs"),
+    [(0.01, 0.001, 8, 4), (0.01, 0.5, 16, 4), (1.0, 0.0001, 4, 6), (1.0, 0.5, 8, 6)],
+)
+def test_on_a_gpu_every_start_has_the_same_weight(scale_ms: float, noise: float, starts: int, pairs: int) -> None:
+    """Precise or not: nothing is looked at in the midst of a start, and none goes on longer than others."""
+    sampler = ScriptedSampler(noisy(scale_ms, scale_ms, noise))
+    outcome = POLICIES["paired"].measure(
+        sampler, unchanged, precision=0.01, confidence=0.95, out_of_time=never, report=lambda *_: None,
+        renewal=CountedRenewal(lambda: None),
+    )  # fmt: skip
+    assert outcome.samples.starts == [pairs * index for index in range(starts)]
+    assert len(outcome.samples.candidate) == starts * pairs
+    assert outcome.stopped == ("precise" if noise < 0.01 else "start limit")
 
 
 def test_a_difference_between_starts_widens_the_interval() -> None:

@@ -22,13 +22,17 @@ def test_on_a_gpu_starts_are_counted(milliseconds: float, every: int, starts: in
     begun: list[int] = []
     chosen = CountedRenewal(lambda: begun.append(1))
     samples = pairs(0, milliseconds, [0])
-    for count in range(2, 100, 2):
+    most = renewal.GPU_MOST * starts
+    for count in range(2, 200, 2):
         samples = pairs(count, milliseconds, samples.starts)
-        assert chosen.enough(samples) == (len(samples.starts) >= starts)
+        full = count - samples.starts[-1] >= every
+        assert chosen.full(samples) == full
+        assert chosen.enough(samples) == (full and len(samples.starts) >= starts)
+        assert chosen.exhausted(samples) == (full and len(samples.starts) == most)
         if chosen.renew(samples):
             samples.starts.append(count)
-    assert len(begun) == starts - 1
-    assert samples.starts == [every * index for index in range(starts)]
+    assert len(begun) == most - 1
+    assert samples.starts == [every * index for index in range(most)]
 
 
 def test_on_a_cpu_starts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,6 +47,8 @@ def test_on_a_cpu_starts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not chosen.renew(samples)
     assert begun == [0.6]
     assert not chosen.enough(samples)
+    assert not chosen.full(samples)
+    assert not chosen.exhausted(samples)
     assert chosen.enough(pairs(8, 1.0, [0, 2, 4, 6]))
 
 

@@ -20,6 +20,7 @@ from pytest_klineage.gate.statistics import (
     paired_interval,
     precise_enough,
     quantile,
+    quantile_of_others,
     standing,
     unpaired_interval,
 )
@@ -62,6 +63,16 @@ def test_quantiles_are_the_inclusive_ones_of_the_standard_library(values: list[f
 def test_the_outermost_quantiles_are_the_smallest_and_largest_value(values: list[float]) -> None:
     assert quantile(sorted(values), 0) == min(values)
     assert quantile(sorted(values), 1) == max(values)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30), st.floats(0, 1))
+def test_the_quantile_of_others_is_that_without_the_value_itself(values: list[float], share: float) -> None:
+    expected = [quantile(sorted(values[:index] + values[index + 1 :]), share) for index in range(len(values))]
+    assert quantile_of_others(values, share) == expected
+
+
+def test_a_single_value_has_no_others() -> None:
+    assert quantile_of_others([3.0], 0.9) == [3.0]
 
 
 def test_no_values_have_neither_median_nor_quantile() -> None:
