@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 
 import msgspec
 
@@ -113,6 +114,12 @@ def charged(samples: Samples) -> Samples:
         calls_per_sample=samples.calls_per_sample,
         one_block=samples.one_block,
     )
+
+
+def charges(own: Sequence[float], paid: Sequence[float]) -> tuple[float, ...]:
+    """What was added to every sample; nothing at all when nothing was added to any."""
+    added = tuple(after - before for before, after in zip(own, paid, strict=True))
+    return added if any(added) else ()
 
 
 def clock_reason(samples: Samples) -> Reason | None:

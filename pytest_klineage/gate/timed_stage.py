@@ -144,6 +144,8 @@ class TimedStage:
             statistic=outcome.statistic,
             wall_gap_ms=median(clocks.candidate_gaps),
             reference_wall_gap_ms=median(clocks.reference_gaps),
+            reference_charges_ms=findings.charges(outcome.samples.reference, samples.reference),
+            candidate_charges_ms=findings.charges(outcome.samples.candidate, samples.candidate),
             foreign_load=seen.foreign_load,
             gpu=seen.readings,
             starts=tuple(outcome.samples.starts),

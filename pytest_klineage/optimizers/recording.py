@@ -142,7 +142,13 @@ def abridged(verdict: Verdict) -> Verdict:
     """The verdict without raw samples and lists of executed kernels, which no method is told; all figures finite."""
     timing = verdict.timing
     if timing is not None:
-        timing = msgspec.structs.replace(timing, reference_samples_ms=(), candidate_samples_ms=())
+        timing = msgspec.structs.replace(
+            timing,
+            reference_samples_ms=(),
+            candidate_samples_ms=(),
+            reference_charges_ms=(),
+            candidate_charges_ms=(),
+        )
     short = msgspec.structs.replace(verdict, timing=timing, other_timings=(), kernels=(), reference_kernels=())
     return from_plain(_finite(to_plain(short)), Verdict)
 

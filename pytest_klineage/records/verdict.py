@@ -228,6 +228,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     wall_gap_ms: float = 0.0
     """Median of the trusted clock minus the worker's clock, candidate side."""
     reference_wall_gap_ms: float = 0.0
+    reference_charges_ms: tuple[float, ...] = ()
+    """What of every sample is not the worker's clock but a gap that was charged; empty when nothing was."""
+    candidate_charges_ms: tuple[float, ...] = ()
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""
     starts: tuple[int, ...] = (0,)

@@ -19,6 +19,7 @@ from pytest_klineage.gate.findings import (
     Peaks,
     busy_reason,
     charged,
+    charges,
     clean,
     clock_reason,
     clocks_of,
@@ -173,6 +174,17 @@ class TestClocks:
             paid["reference"] += sum(result.reference) - pairs
             paid["candidate"] += sum(result.candidate) - pairs
         assert 0.85 < paid["candidate"] / paid["reference"] < 1.15
+
+    def test_what_was_charged_is_written_down_sample_by_sample(self) -> None:
+        samples = measured(hidden_ms=2.0)
+        paid = charged(samples)
+        added = charges(samples.candidate, paid.candidate)
+        assert len(added) == PAIRS
+        assert median(added) == pytest.approx(2.0, abs=0.1)
+        assert [after - extra for after, extra in zip(paid.candidate, added, strict=True)] == pytest.approx(
+            samples.candidate
+        )
+        assert charges(samples.candidate, samples.candidate) == ()
 
     def test_charging_does_not_change_the_raw_samples(self) -> None:
         samples = measured(hidden_ms=2.0)
