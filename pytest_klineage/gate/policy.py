@@ -36,7 +36,7 @@ class Samples(msgspec.Struct, kw_only=True):
     reference_wall: list[float] = []
     candidate_wall: list[float] = []
     candidate_waited: list[float] = []
-    """For how long oracle and worker had no processor meanwhile, by the system's account; empty where it has none."""
+    """For how long oracle and worker had no processor meanwhile, by the system's account; empty stands for never."""
     novel: list[bool] = []
     """For every candidate sample, whether its inputs were made for it alone."""
     starts: list[int] = msgspec.field(default_factory=lambda: [0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import random
 from collections.abc import Sequence
@@ -110,19 +111,11 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 def quantile_of_others(values: Sequence[float], share: float) -> list[float]:
     """For every value, the quantile of all others; of a single value, itself."""
-    count = len(values)
-    if count < 2:
+    if len(values) < 2:
         return list(values)
-    order = sorted(range(count), key=values.__getitem__)
-    ordered = [values[index] for index in order]
-    position = share * (count - 2)
-    below = math.floor(position)
-    above = min(below + 1, count - 2)
-    found = [0.0] * count
-    for rank, index in enumerate(order):
-        low, high = (ordered[place + (place >= rank)] for place in (below, above))
-        found[index] = low + (position - below) * (high - low)
-    return found
+    ordered = sorted(values)
+    places = (bisect.bisect_left(ordered, value) for value in values)
+    return [quantile(ordered[:place] + ordered[place + 1 :], share) for place in places]
 
 
 def next_look(pairs: int) -> int:

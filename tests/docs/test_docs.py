@@ -309,26 +309,3 @@ def test_the_layer_table_is_the_one_that_is_held() -> None:
     floors = [set(floor) & there for floor in held.FLOORS]
     rows = table(page("architecture.md"), after="## Layers")
     assert [set(code(row[0])) for row in reversed(rows)] == [floor for floor in floors if floor]
-
-
-def charged_for_the_host() -> Iterator[str]:
-    """The rows of the table in measured-facts.md, from the records of the runs: what two clocks of one block differ."""
-    for run in ("main_tier-sm90", "main_tier-sm90-shared-host", "main_tier-sm90-earlier"):
-        for line in (ROOT / "results" / run / "records.jsonl").read_text().splitlines():
-            verdict = msgspec.json.decode(line, type=Record).verdict
-            for timing in filter(None, (verdict.timing, *verdict.other_timings)):
-                charge = timing.wall_gap_ms - timing.reference_wall_gap_ms
-                if timing.policy != "do_bench" or charge <= 0:
-                    continue
-                name = verdict.case.operator + (", channels_last" if verdict.case.options else "")
-                gaps = f"{1e3 * timing.wall_gap_ms:.1f} and {1e3 * timing.reference_wall_gap_ms:.1f}"
-                times = f"{1e3 * timing.candidate_ms:.1f} | {1e3 * (timing.candidate_ms - charge):.1f}"
-                before = timing.reference_ms / timing.candidate_ms
-                after = timing.reference_ms / (timing.candidate_ms - charge)
-                yield f"| `{run}` | {name} | {gaps} | {times} | {before:.2f}x | {after:.2f}x |"
-
-
-def test_what_do_bench_charged_is_what_the_records_say() -> None:
-    page = (DOCS / "measured-facts.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `main_tier-sm90")]
-    assert rows == list(charged_for_the_host())
