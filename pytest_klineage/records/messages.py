@@ -63,6 +63,13 @@ class Again(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nonce: int
 
 
+class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """On a GPU: make what blocks of so many calls are timed with; answered by Prepared."""
+
+    calls: int
+    nonce: int
+
+
 class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """On a GPU: queue one call for every entry of `slots` without waiting between them, then wait for all."""
 
@@ -81,7 +88,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-ToWorker = Map | Run | RunBlock | Again | Stop
+ToWorker = Map | Run | Prepare | RunBlock | Again | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -111,8 +118,20 @@ class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elapsed_ns: int
 
 
+class Prepared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A block of that length can begin."""
+
+    nonce: int
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All calls of a block have come to their end; their times follow."""
+
+    nonce: int
+
+
 class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """All calls of a block have come to their end on their stream; times by the device's clock."""
+    """What the calls of a block took, by the device's clock."""
 
     nonce: int
     elapsed_ns: tuple[int, ...]
@@ -150,7 +169,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromWorker = Loaded | LoadFailed | Mapped | Returned | BlockReturned | Done | Failed
+FromWorker = Loaded | LoadFailed | Mapped | Returned | Prepared | Finished | BlockReturned | Done | Failed
 
 
 # --- judge to oracle --------------------------------------------------------------------------------------------------

@@ -23,8 +23,11 @@ from pytest_klineage.records.messages import (
     BlockReturned,
     Done,
     Failed,
+    Finished,
     Map,
     Mapped,
+    Prepare,
+    Prepared,
     ReturnedTensor,
     RunBlock,
 )
@@ -209,9 +212,13 @@ class DeviceLoop(CallLoop):
             self.answer(request.nonce, block, results)
 
     def run(self, request: Any, clock: Any = None) -> None:
-        """Run a block; whatever goes wrong in it becomes an answer."""
+        """Prepare or run a block; whatever goes wrong in it becomes an answer."""
         try:
-            self.run_block(request)
+            if isinstance(request, Prepare):
+                self.clock.moments(request.calls)
+                self.channel.send(Prepared(nonce=request.nonce))
+            else:
+                self.run_block(request)
         except SurfaceFailure as failure:
             self.channel.send(Failed(nonce=request.nonce, code=failure.code, message=failure.message))
         except MemoryError:
@@ -264,6 +271,7 @@ class DeviceLoop(CallLoop):
             results.append(clock.run(events, calls[slot], prepare))
         clock.plan_head_start(time.perf_counter_ns() - started, len(moments))
         clock.wait()
+        self.channel.send(Finished(nonce=request.nonce))
         returned = BlockReturned(
             nonce=request.nonce,
             elapsed_ns=tuple(clock.between_ns(events.start, events.stop) for events in moments),
@@ -294,6 +302,7 @@ class DeviceLoop(CallLoop):
             graph.replay()
             clock.mark(events.stop)
         clock.wait()
+        self.channel.send(Finished(nonce=request.nonce))
         times = [clock.between_ns(events.start, events.stop) // len(calls) for events in moments]
         span_ns = clock.between_ns(moments[0].start, moments[-1].stop)
         return BlockReturned(nonce=request.nonce, elapsed_ns=tuple(times), settled_ns=(), span_ns=span_ns), results

@@ -28,6 +28,7 @@ from pytest_klineage.records.messages import (
     LoadFailed,
     Map,
     Mapped,
+    Prepare,
     Returned,
     ReturnedTensor,
     Run,
@@ -201,7 +202,7 @@ class Player:
         message = f"output {', '.join(changed)} still changed after the call had returned"
         return [Reason(code=Code.LATE_WORK, message=message)]
 
-    def _send(self, message: Map | Run | RunBlock | Again, fds: list[int] | None = None) -> None:
+    def _send(self, message: Map | Run | Prepare | RunBlock | Again, fds: list[int] | None = None) -> None:
         try:
             self.channel.send(message, fds)
         except ChannelClosed as error:

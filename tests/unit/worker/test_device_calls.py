@@ -1,13 +1,28 @@
-"""What a device's trace is reduced to. The loop itself needs a GPU: tests/gpu has that."""
+"""What a device's trace is reduced to, and what the loop answers when: by a clock that stands in for a GPU's."""
 
 from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.worker.device_calls import MAX_KERNELS, MAX_NAME, by_name, covered_ns, halves, summary
+from pytest_klineage.channel import Channel
+from pytest_klineage.records.messages import BlockReturned, Done, Finished, FromWorker, Prepare, Prepared, RunBlock
+from pytest_klineage.worker.device_calls import (
+    MAX_KERNELS,
+    MAX_NAME,
+    DeviceLoop,
+    by_name,
+    covered_ns,
+    halves,
+    summary,
+)
 
 SPANS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)).map(lambda s: (s[0], s[0] + s[1])), max_size=20)
 
@@ -62,3 +77,63 @@ def test_covered_time_counts_overlaps_once() -> None:
 @given(SPANS)
 def test_covered_time_is_the_number_of_moments_in_any_span(spans: list[tuple[int, int]]) -> None:
     assert covered_ns(spans) == len({moment for start, stop in spans for moment in range(start, stop)})
+
+
+class StandInClock:
+    """Writes down what it is asked to do; every span of time is 5 ns. The real one needs a driver."""
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.begin = SimpleNamespace()
+
+    def moments(self, count: int) -> list[Any]:
+        self.did.append(f"moments {count}")
+        return [SimpleNamespace(start=0, stop=1, settled=2) for _ in range(count)]
+
+    def run(self, moments: Any, invoke: Any, prepare: Any = None) -> None:
+        self.did.append("call")
+        invoke()
+
+    def between_ns(self, first: Any, last: Any) -> int:
+        self.did.append("read")
+        return 5
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_args: self.did.append(name)
+
+
+@pytest.fixture
+def loop() -> Iterator[tuple[DeviceLoop, StandInClock, Channel]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    clock, oracle = StandInClock(), Channel(theirs)
+    loop = DeviceLoop(Channel(ours), SimpleNamespace(), clock)  # type: ignore[arg-type] # stand-ins
+    calls, slots = [lambda: None] * 2, [None] * 2
+    loop.arenas.append(SimpleNamespace(calls=calls, slots=slots, prepare=lambda *_args: None, memory=None))
+    yield loop, clock, oracle
+    loop.channel.close()
+    oracle.close()
+
+
+def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
+    loop: tuple[DeviceLoop, StandInClock, Channel],
+) -> None:
+    worker, clock, oracle = loop
+    worker.run(Prepare(calls=3, nonce=7))
+    assert oracle.receive(FromWorker, timeout_s=1) == Prepared(nonce=7)
+    told = worker.channel.send
+
+    def send(message: Any, *rest: Any) -> None:
+        clock.did.append(type(message).__name__)
+        told(message, *rest)
+
+    worker.channel.send = send  # type: ignore[method-assign]
+    worker.run(RunBlock(arena=0, slots=(0, 1, 0), nonce=8))
+    assert oracle.receive(FromWorker, timeout_s=1) == Finished(nonce=8)
+    returned = oracle.receive(FromWorker, timeout_s=1)
+    assert isinstance(returned, BlockReturned)
+    assert (returned.elapsed_ns, returned.settled_ns, returned.span_ns) == ((5,) * 3, (5,) * 3, 5)
+    assert isinstance(oracle.receive(FromWorker, timeout_s=1), Done)
+    finished = clock.did.index("Finished")
+    assert clock.did.index("wait") < finished
+    assert "read" not in clock.did[:finished]
+    assert clock.did[finished + 1 :].count("read") == 7
