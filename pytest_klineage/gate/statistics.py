@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from enum import StrEnum
+from statistics import NormalDist
 
 from pytest_klineage.records import Interval, speedup
 
@@ -50,8 +51,8 @@ def paired_interval(
 
     Samples in milliseconds; the n-th of both belong together. `starts` are the pairs at which both processes were new:
     two starts of one program differ for as long as they live, so the bootstrap draws starts first and then pairs of
-    each (Davison and Hinkley, Bootstrap Methods and their Application, 3.8). `seed` makes a record reproducible from
-    its samples.
+    each (Davison and Hinkley, Bootstrap Methods and their Application, 3.8). The interval is expanded for few pairs,
+    see `tail_share`. `seed` makes a record reproducible from its samples.
     """
     ratios = log_ratios(reference_ms, candidate_ms)
     draw = random.Random(seed)
@@ -60,12 +61,27 @@ def paired_interval(
         return Interval(math.exp(median(ratios)), math.exp(min(ratios)), math.exp(max(ratios)), confidence)
     groups = [ratios[start:end] for start, end in zip(starts, [*starts[1:], count], strict=True) if start < end]
     medians = sorted(median(_resample(groups, draw)) for _ in range(resamples))
-    tail = (1 - confidence) / 2
+    tail = tail_share(confidence, count)
     low, high = quantile(medians, tail), quantile(medians, 1 - tail)
     estimate = median(ratios)
     # A percentile interval of a discrete bootstrap can, with few pairs, end on the wrong side of its own estimate.
     low, high = min(low, estimate), max(high, estimate)
     return Interval(math.exp(estimate), math.exp(low), math.exp(high), confidence)
+
+
+def tail_share(confidence: float, count: int) -> float:
+    """Share of the resamples beyond each end of an interval from `count` values.
+
+    Resamples of n values scatter by sqrt((n - 1) / n) too little, and their quantiles are those of a normal, not of
+    Student's t: without an expansion a 95 % interval of 24 pairs covers 93 % (Hesterberg, The American Statistician 69,
+    2015, section 3; t by Abramowitz and Stegun 26.7.5). A single value has no scatter to expand.
+    """
+    normal = NormalDist()
+    if count < 2:
+        return (1 - confidence) / 2
+    z, freedom = normal.inv_cdf((1 + confidence) / 2), count - 1
+    student = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return normal.cdf(-math.sqrt(count / freedom) * student)
 
 
 def _resample(groups: list[list[float]], draw: random.Random) -> list[float]:
@@ -90,7 +106,7 @@ def unpaired_interval(
         for _ in range(resamples)
     )  # fmt: skip
     estimate = speedup(median(reference_ms), median(candidate_ms))
-    tail = (1 - confidence) / 2
+    tail = tail_share(confidence, min(len(reference_ms), len(candidate_ms)))
     low, high = min(quantile(ratios, tail), estimate), max(quantile(ratios, 1 - tail), estimate)
     return Interval(estimate, low, high, confidence)
 

@@ -73,9 +73,11 @@ def test_a_kernel_that_waits_for_the_host_cannot_be_recorded(judge: Judge, cuda:
 
 
 def test_the_same_kernel_on_both_sides_is_as_fast_as_itself(judge: Judge, cuda: Make) -> None:
+    """Over several starts: the dozen pairs of half a second scatter by 7 %."""
     source = cuda(HONEST)
-    verdict = judge(CASE, source, against=source, time_limit_s=0.5, precision=0.01)
+    verdict = judge(CASE, source, against=source, time_limit_s=2.0, precision=0.01)
     assert verdict.timing is not None, said(verdict)
+    assert len(verdict.timing.starts) > 1
     assert verdict.timing.speedup.estimate == pytest.approx(1, abs=0.03)
 
 
