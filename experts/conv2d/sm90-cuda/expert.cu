@@ -10,6 +10,9 @@
 //   filter_order (NHWC): a 5-D tensor map permutes the filters, so that a lane's accumulators are 8 neighbours: 16-byte stores.
 //   warp_private_weights (NCHW): each warp copies its own filters and waits for them alone.
 //   reciprocal_division: no 64-bit shifts on the way to the first request.
+//   staggered_stores: a part of the output is stored beside the products of another part.
+//   spread_requests: what comes from memory is asked for before its addresses are computed (NHWC: to the L2 cache), each warpgroup asks
+//     for its share, and no thread makes many requests in a row.
 //   short_prologue: flat tiles and rectangles are kernels of their own, and the first weights are requested before all else.
 // Measured figures: see NOTES.md.
 #include <cuda.h>
@@ -39,6 +42,7 @@ constexpr int kNchwImageAt = 8 * kWarpBytes, kNchwBarriersAt = kNchwImageAt + 12
 constexpr int kNchwSharedBytes = 1024 + kNchwBarriersAt + 4 * 8;
 constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
 constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
+constexpr int kLead = 4;                                         // NHWC: taps by which the first 64 filters are ahead at the end
 static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448 && 16 * kStagePitch <= kWarpBytes, "shared memory of one block");
 
 struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a shift
@@ -116,6 +120,7 @@ DEVICE void barrier_expect(unsigned bar, unsigned bytes) {
 DEVICE void barrier_wait(unsigned bar) {  // every barrier completes once
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(bar) : "memory");
 }
+DEVICE void prefetch(const void *from, unsigned bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
 DEVICE void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 #define BULK_LOAD(dims) "cp.async.bulk.tensor." dims ".shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
 DEVICE void load_row(unsigned to, const CUtensorMap *map, unsigned bar, int w, int h, int n) {
@@ -149,34 +154,42 @@ DEVICE unsigned pack(float low, float high) {
 
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-// d[64 x 128] += a[64 x 16] b[16 x 128]: a in registers, b in shared memory, K-major or N-major; d may be wider.
-template <int kNMajor, int kSize>
-DEVICE void wgmma(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+// d[64 x 128] += a[64 x 16] b[16 x 128], the first columns of d: a in registers, b N-major in shared memory without swizzle.
+DEVICE void wgmma_first(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
         "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
         : D16(0), D16(16), D16(32), D16(48)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
-// The columns 128 to 191 of d, b N-major.
-DEVICE void wgmma_last(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+// d[64 x 64] += a[64 x 16] b[16 x 64], the columns of d whose accumulators start at kFirst; b K-major or N-major.
+template <int kNMajor, int kFirst, int kSize>
+DEVICE void wgmma_64(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
         "%24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, p, 1, 1, 1;\n}"
-        : D16(64), D16(80)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+        : D16(kFirst), D16(kFirst + 16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
 }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kPending> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+// After a wait that leaves other products under way: no use of these accumulators moves before it.
+template <int kFrom, int kTo, int kSize> DEVICE void settle(float (&d)[kSize]) {
+    UNROLL for (int i = kFrom; i < kTo; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+DEVICE void turn_wait() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void turn_pass() { asm volatile("bar.arrive 1, 256;" ::: "memory"); }
+
+template <int kValue> struct Constant { static constexpr int value = kValue; };
 
 // The 16-byte chunk of an input pixel that a lane addresses for ldmatrix: 16 channels of a row of the A operand.
 DEVICE unsigned chunk_address(unsigned image, int slot, int lane) {
@@ -191,28 +204,29 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
     const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
     if (threadIdx.x == 0) prefetch(&x_map);
-    if (threadIdx.x == 352) {
-        barrier_init(tap_bars, 1), fence_barrier_init(), barrier_expect(tap_bars, kTapBytes), load_tap(weights, &w_map, tap_bars, 0);
+    // On their way from memory while the addresses are computed: the tile's pixels, and a 128th of the weights for everybody
+    if (kFlat && threadIdx.x == 96) {
+        const int first = static_cast<int>(blockIdx.x) * kTile, from = max(first - g.w - 1, 0), to = min(first + kTile + g.w + 1, g.total);
+        prefetch(g.x + from * kC, (to - from) * kC * 2);
     }
-    const Tile<kFlat> tile(g);
-
+    if (threadIdx.x == 128 && blockIdx.x < 128) prefetch(g.weights + blockIdx.x * (kF * kDepth / 128), kWeightBytes / 128);
     const auto request_tap = [&](int tap) {
         barrier_expect(tap_bars + tap * 8, kTapBytes);
         load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
     };
-    if (threadIdx.x == 352) prefetch(&x_map);
-    if (lane == 0) {  // the rows of x and the first taps at once; a warp requests what it has made a barrier for
+    if (threadIdx.x == 352) {
+        UNROLL for (int tap = 0; tap < 9; ++tap) barrier_init(tap_bars + tap * 8, 1);
+        fence_barrier_init();
+        UNROLL for (int tap = 0; tap < kEarlyTaps; ++tap) request_tap(tap);
+    }
+    const Tile<kFlat> tile(g);
+    if (lane == 0) {  // the rows of x at once; a warp requests what it has made a barrier for
         LOOP for (int i = warp; i < tile.rows; i += 12) {
             barrier_init(row_bars + i * 8, 1), fence_barrier_init();
             int n, h;
             tile.row_of(g, i, n, h);
             barrier_expect(row_bars + i * 8, g.box_w * 128);
             load_row(image + i * g.pitch * 128, &x_map, row_bars + i * 8, tile.column, h, n);
-        }
-        const int tap = 11 - warp;
-        if (tap < 9) {
-            if (tap > 0) barrier_init(tap_bars + tap * 8, 1), fence_barrier_init();
-            if (tap > 0 && tap < kEarlyTaps) request_tap(tap);
         }
     }
     __syncthreads();
@@ -226,7 +240,7 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
     tile.pixel_of(g, group * 64, ready, unused, n, place), tile.pixel_of(g, group * 64 + 63, last, unused, n, place);
     tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
 
-    unsigned a[2][4][4];  // the A operand of two taps: 16 pixels by 64 channels for a warp
+    unsigned a[kLead][4][4];  // the A operand of some taps: 16 pixels by 64 channels for a warp
     const auto load_a = [&](unsigned (&to)[4][4], int tap) {
         if (tap % 3 == 0) LOOP for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
         const unsigned address = chunk_address(image, slot + tap / 3 * g.pitch + tap % 3, lane);
@@ -234,27 +248,44 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
     };
     float d[64];
     load_a(a[0], 0);
-    if (threadIdx.x == 256)  // the other taps when the last rows are there, which they would delay
-        LOOP for (int i = kEarlyTaps; i < 9; ++i) request_tap(i);
-    __syncwarp();
+    // The other taps when the rows are there, which they would delay; one at a time by a thread of each warpgroup
+    const auto request_next = [&](int round) {
+        const int tap = kEarlyTaps + round * 3 + group;
+        if (tap < 9 && lane == 0 && warp % 4 == 0) request_tap(tap);
+        __syncwarp();
+    };
+    request_next(0);
+    // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
+    const auto products = [&](auto half, int tap) {
+        const unsigned long long b = (weights + tap * kTapBytes + half.value * 64 * 128) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+        UNROLL for (int j = 0; j < 4; ++j) wgmma_64<0, half.value * 32>(d, a[tap % kLead][j], b + 2 * j, tap + j > 0);
+    };
+    // The filters lie in shared memory in such an order that a lane holds 8 neighbours: 16 bytes of the output.
+    const auto store = [&](auto half) {
+        settle<half.value * 32, half.value * 32 + 32>(d);
+        UNROLL for (int j = half.value * 32; j < half.value * 32 + 32; j += 16)
+            UNROLL for (int i = 0; i < 4; i += 2)
+                if (offset[i / 2] >= 0)
+                    *reinterpret_cast<uint4 *>(g.y + offset[i / 2] + j * 2 + lane % 4 * 8) =
+                        make_uint4(pack(d[j + i], d[j + i + 1]), pack(d[j + i + 4], d[j + i + 5]),
+                                   pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
+    };
+    // The second 64 filters wait in the last kLead taps, so that the first are stored beside their products.
     UNROLL for (int tap = 0; tap < 9; ++tap) {
         barrier_wait(tap_bars + tap * 8);
-        // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
-        const unsigned long long b = (weights + tap * kTapBytes) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
         wgmma_fence();
-        UNROLL for (int j = 0; j < 4; ++j) wgmma<0>(d, a[tap % 2][j], b + 2 * j, tap + j > 0);
+        products(Constant<0>(), tap);
+        if (tap < 9 - kLead) products(Constant<1>(), tap);
         wgmma_commit();
-        if (tap < 8) wgmma_wait<1>(), load_a(a[(tap + 1) % 2], tap + 1);
+        if (tap < 2) request_next(tap + 1);
+        if (tap < 8) load_a(a[(tap + 1) % kLead], tap + 1);  // its last reader, tap - 3, is done
+        wgmma_wait<1>();
     }
-    wgmma_wait<0>();
-
-    // The filters lie in shared memory in such an order that a lane holds 8 neighbours: 16 bytes of the output.
-    UNROLL for (int j = 0; j < 64; j += 16)
-        UNROLL for (int i = 0; i < 4; i += 2)
-            if (offset[i / 2] >= 0)
-                *reinterpret_cast<uint4 *>(g.y + offset[i / 2] + j * 2 + lane % 4 * 8) =
-                    make_uint4(pack(d[j + i], d[j + i + 1]), pack(d[j + i + 4], d[j + i + 5]),
-                               pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
+    wgmma_fence();
+    UNROLL for (int tap = 9 - kLead; tap < 9; ++tap) products(Constant<1>(), tap);
+    wgmma_commit();
+    wgmma_wait<1>(), store(Constant<0>());
+    wgmma_wait<0>(), store(Constant<1>());
 }
 
 // NCHW: the product is transposed, y[filter][pixel] = w[filter][k] x[k][pixel], so that x stays [channel][pixel]: B is
@@ -270,7 +301,7 @@ conv_nchw(const __grid_constant__ Geometry g) {
     const unsigned base = shared_address(smem), image = base + kNchwImageAt, bars = base + kNchwBarriersAt;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, filter = warp * 16;
     if (thread == 0) {
-        for (int i = 0; i < 4; ++i) barrier_init(bars + i * 8, 8);
+        for (int i = 0; i < 4; ++i) barrier_init(bars + i * 8, kFlat ? 4 : 8);
         fence_barrier_init();
     }
     const auto fetch = [&](int quarter) {  // 16 channels of this warp's filters: 18 chunks of 16 bytes for each
@@ -286,36 +317,35 @@ conv_nchw(const __grid_constant__ Geometry g) {
 
     if (g.total > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
     __syncthreads();
-    // This thread's channel of each group of 16, and its blocks first + 16 i of 8 input pixels.
-    const int channel = thread / 16, first = thread % 16 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
+    // A warpgroup brings every other group of 16 channels; this thread's channel of them, and its blocks first + 8 i of 8 input pixels.
+    const int group = warp / 4, channel = thread % 128 / 8, first = thread % 8 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
     const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
-    int offset[3];             // in the image's first channel; -1: zeros
-    bool at_left[3], at_right[3];
-    UNROLL for (int i = 0; i < 3; ++i) {
-        const int q = start + (first + 16 * i) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
+    int offset[6];             // in the image's first channel; -1: zeros
+    bool at_left[6], at_right[6];
+    UNROLL for (int i = 0; i < 6; ++i) {
+        const int q = start + (first + 8 * i) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
         const int n = g.by_rows(max(r - 2, 0)), h = r - 2 - n * (g.h + 1);
-        offset[i] = kFlat && r >= 2 && n < g.n && h < g.h && first + 16 * i <= blocks ? n * kC * g.plane + h * g.w + column : -1;
+        offset[i] = kFlat && r >= 2 && n < g.n && h < g.h && first + 8 * i <= blocks ? n * kC * g.plane + h * g.w + column : -1;
         at_left[i] = column == 0, at_right[i] = column == g.w - 8;
     }
-    uint4 v[2][3];
+    uint4 v[6];
     const auto load = [&](int j) {
-        UNROLL for (int i = 0; i < 3; ++i)
-            v[j % 2][i] = offset[i] >= 0 ? load_pixels(g.x + offset[i] + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
+        UNROLL for (int i = 0; i < 6; ++i)
+            v[i] = offset[i] >= 0 ? load_pixels(g.x + offset[i] + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
     };
     const auto fill = [&](int j, int i) {
-        const uint4 (&in)[3] = v[j % 2];
-        const unsigned last = i > 0 && thread % 16 == 15 ? in[i > 0 ? i - 1 : 0].w : in[i].w;
-        const unsigned next = i < 2 && thread % 16 == 0 ? in[i < 2 ? i + 1 : 2].x : in[i].x;
-        unsigned before = __shfl_sync(~0u, last, thread - 1 & 15, 16), after = __shfl_sync(~0u, next, thread + 1 & 15, 16);
+        const unsigned last = i > 0 && thread % 8 == 7 ? v[i > 0 ? i - 1 : 0].w : v[i].w;
+        const unsigned next = i < 5 && thread % 8 == 0 ? v[i < 5 ? i + 1 : 5].x : v[i].x;
+        unsigned before = __shfl_sync(~0u, last, thread - 1 & 7, 8), after = __shfl_sync(~0u, next, thread + 1 & 7, 8);
         if (at_left[i]) before = 0;
         if (at_right[i]) after = 0;
         const auto join = [](unsigned low, unsigned high) { return __byte_perm(low, high, 0x5432); };
-        const unsigned xy = join(in[i].x, in[i].y), yz = join(in[i].y, in[i].z), zw = join(in[i].z, in[i].w);
-        if (first + 16 * i < 0 || first + 16 * i >= blocks) return;
-        unsigned char *const at = smem + to + 16 * i * kBlockPitch + j * 3 * kCopyBytes;
-        *reinterpret_cast<uint4 *>(at) = make_uint4(join(before, in[i].x), xy, yz, zw);
-        *reinterpret_cast<uint4 *>(at + kCopyBytes) = in[i];
-        *reinterpret_cast<uint4 *>(at + 2 * kCopyBytes) = make_uint4(xy, yz, zw, join(in[i].w, after));
+        const unsigned xy = join(v[i].x, v[i].y), yz = join(v[i].y, v[i].z), zw = join(v[i].z, v[i].w);
+        if (first + 8 * i < 0 || first + 8 * i >= blocks) return;
+        unsigned char *const at = smem + to + 8 * i * kBlockPitch + j * 3 * kCopyBytes;
+        *reinterpret_cast<uint4 *>(at) = make_uint4(join(before, v[i].x), xy, yz, zw);
+        *reinterpret_cast<uint4 *>(at + kCopyBytes) = v[i];
+        *reinterpret_cast<uint4 *>(at + 2 * kCopyBytes) = make_uint4(xy, yz, zw, join(v[i].w, after));
     };
     const auto filled = [&](int j) {
         fence_proxy(), __syncwarp();
@@ -332,10 +362,12 @@ conv_nchw(const __grid_constant__ Geometry g) {
                 a[j % 2][tap][c + half] = __byte_perm(in[(c * 9 + tap) / 2], in[(c * 9 + 9 + tap) / 2], tap % 2 ? 0x5432 : 0x7610);
     };
 
-    if constexpr (kFlat) load(0);
+    if constexpr (kFlat) load(group);
+    fetch(1);
     if constexpr (kFlat) {
-        UNROLL for (int i = 0; i < 3; ++i) fill(0, i);
-        filled(0);
+        UNROLL for (int i = 0; i < 6; ++i) fill(group, i);
+        filled(group);
+        load(group + 2);
     } else {  // a rectangle, element by element
         const Tile<false> tile(g);
         for (int e = thread; e < 12 * 16 * blocks; e += 256) {
@@ -352,11 +384,8 @@ conv_nchw(const __grid_constant__ Geometry g) {
         }
         UNROLL for (int j = 0; j < 4; ++j) filled(j);
     }
-    fetch(1);
-    if constexpr (kFlat) load(1);
     copy_wait<1>(), __syncwarp();
     load_a(0, 0), load_a(0, 1);
-    if constexpr (kFlat) load(2);
     barrier_wait(bars);
 
     float d[kSpan / 2];
@@ -364,24 +393,22 @@ conv_nchw(const __grid_constant__ Geometry g) {
     // Where the columns 0 to 127 and 128 to 191 of the product are: a tile may cross into the next image after 64 or 128 pixels.
     const int second = position(blockIdx.x * kSpan + 64) - start, third = position(blockIdx.x * kSpan + 128) - start;
     const int first_part = second == 64 ? 0 : second, last_part = second == 64 ? third : 0;
+    // N-major, no swizzle: blocks of 8 channels by 8 pixels lie 128 bytes apart in K and kBlockPitch apart in N
+    const auto b_of = [&](int part, int j, int tap) {
+        return (image + part / 8 * kBlockPitch + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
+               static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
+    };
     UNROLL for (int j = 0; j < 4; ++j) {
         if (j > 0) barrier_wait(bars + j * 8);
+        if (j == 3 && warp >= 4) turn_wait();  // the first warpgroup stores beside the products of the second
         wgmma_fence();
         UNROLL for (int tap = 0; tap < 9; ++tap) {
-            // N-major, no swizzle: blocks of 8 channels by 8 pixels lie 128 bytes apart in K and kBlockPitch apart in N
-            const auto b = [&](unsigned at) {
-                return (at + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
-                       static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
-            };
-            wgmma<1>(d, a[j % 2][tap], b(image + first_part / 8 * kBlockPitch), j + tap > 0);
-            wgmma_last(d, a[j % 2][tap], b(image + last_part / 8 * kBlockPitch), j + tap > 0);
+            wgmma_first(d, a[j % 2][tap], b_of(first_part, j, tap), j + tap > 0);
+            if (j < 3) wgmma_64<1, 64>(d, a[j % 2][tap], b_of(last_part, j, tap), j + tap > 0);
             if (j == 3) continue;
-            if (tap < 3 && kFlat) fill(j + 1, tap);
-            if (tap == 2) {
-                wgmma_commit();
-                if (kFlat) filled(j + 1);
-            }
-            if (tap == 3 && j == 0 && kFlat) load(3);
+            if (tap < 6 && j == 1 && kFlat) fill(group + 2, tap);
+            if (tap == 2) wgmma_commit();
+            if (tap == 5 && j == 1 && kFlat) filled(group + 2);
             if (tap == 5) {
                 if (j > 0) wgmma_wait<1>();  // the A registers of the group before
                 copy_wait<0>(), __syncwarp();
@@ -392,33 +419,46 @@ conv_nchw(const __grid_constant__ Geometry g) {
         }
         wgmma_commit();
     }
-    // This lane's 8 output pixels, for 16 filters
-    int n, place, width = 8;
-    bool valid;
-    if constexpr (kFlat) {
-        const int q = start + (lane < 16 ? first_part + lane * 8 : last_part + lane * 8 - 128), r = g.by_w(q);
-        n = g.by_rows(r), place = (r - n * (g.h + 1)) * g.w + q - r * g.w;
-        valid = lane < kBlocks && n < g.n && r - n * (g.h + 1) < g.h;
-    } else {
-        const Tile<false> tile(g);
-        n = tile.n, place = (tile.p + lane / 4) * g.w + tile.column + 1 + lane % 4 * 8;
-        width = min(g.w - tile.column - 1 - lane % 4 * 8, 8), valid = lane < kBlocks && tile.p + lane / 4 < g.h;
-    }
-    __half *const y = g.y + static_cast<long long>(n * kF + filter) * g.plane + place;
-    wgmma_wait<0>();
+    // The last 16 channels of the columns 128 to 191, while the others are stored
+    UNROLL for (int tap = 0; tap < 9; ++tap) wgmma_64<1, 64>(d, a[1][tap], b_of(last_part, 3, tap), 1);
+    wgmma_commit();
 
-    // [filter][pixel] of this warp, where its weights were
-    unsigned char *const stage = smem + warp * kWarpBytes;
+    unsigned char *const stage = smem + warp * kWarpBytes;  // [filter][pixel] of this warp, where its weights were
     const unsigned row = shared_address(stage) + lane % 16 * kStagePitch + lane / 16 * 16;
-    UNROLL for (int b = 0; b < kBlocks; b += 2)
-        stmatrix(row + b * 16, pack(d[b * 4], d[b * 4 + 1]), pack(d[b * 4 + 2], d[b * 4 + 3]), pack(d[b * 4 + 4], d[b * 4 + 5]),
-                 pack(d[b * 4 + 6], d[b * 4 + 7]));
-    __syncwarp();
-    if (!valid) return;
+    const auto put = [&](int from, int to) {
+        UNROLL for (int b = from; b < to; b += 2)
+            stmatrix(row + b * 16, pack(d[b * 4], d[b * 4 + 1]), pack(d[b * 4 + 2], d[b * 4 + 3]), pack(d[b * 4 + 4], d[b * 4 + 5]),
+                     pack(d[b * 4 + 6], d[b * 4 + 7]));
+        __syncwarp();
+    };
     if constexpr (kFlat) {
-        UNROLL for (int f = 0; f < 16; ++f)
-            *reinterpret_cast<uint4 *>(y + f * g.plane) = *reinterpret_cast<const uint4 *>(stage + f * kStagePitch + lane * 16);
+        // Where 8 pixels of the first filter of this warp go; -1: nowhere. A lane has 8 of the columns 0 to 127 of every other filter,
+        // and 8 of the other columns of every fourth.
+        const auto place_of = [&](int q) {
+            const int r = g.by_w(q), n = g.by_rows(r), h = r - n * (g.h + 1);
+            return n < g.n && h < g.h ? (n * kF + filter) * g.plane + h * g.w + q - r * g.w : -1;
+        };
+        const int place = place_of(start + first_part + lane % 16 * 8), last_place = place_of(start + last_part + lane % 8 * 8);
+        const auto store = [&](auto filters, int at, int chunk) {
+            const int own = lane * filters.value / 32;
+            if (at >= 0)
+                UNROLL for (int f = 0; f < 16; f += filters.value)
+                    *reinterpret_cast<uint4 *>(g.y + at + (own + f) * g.plane) =
+                        *reinterpret_cast<const uint4 *>(stage + (own + f) * kStagePitch + chunk * 16);
+        };
+        wgmma_wait<1>(), settle<0, 64>(d);
+        if (warp < 4) turn_pass();
+        put(0, 16), store(Constant<2>(), place, lane % 16);
+        wgmma_wait<0>(), settle<64, 96>(d);
+        put(16, kBlocks), store(Constant<4>(), last_place, 16 + lane % 8);
     } else {
+        wgmma_wait<0>(), settle<0, 96>(d);
+        if (warp < 4) turn_pass();
+        const Tile<false> tile(g);
+        put(0, kBlocks);
+        if (lane >= kBlocks || tile.n >= g.n || tile.p + lane / 4 >= g.h) return;
+        const int place = (tile.p + lane / 4) * g.w + tile.column + 1 + lane % 4 * 8, width = min(g.w - tile.column - 1 - lane % 4 * 8, 8);
+        __half *const y = g.y + static_cast<long long>(tile.n * kF + filter) * g.plane + place;
         for (int f = 0; f < 16; ++f)
             for (int i = 0; i < width; ++i)
                 y[f * g.plane + i] = *reinterpret_cast<const __half *>(stage + f * kStagePitch + lane * 16 + i * 2);
