@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage import Timing
+from pytest_klineage import Timing, Verdict
 from pytest_klineage.gate.statistics import log_ratios, median
 from pytest_klineage.results import Record
 
@@ -22,11 +22,16 @@ def text_of(page: Path) -> str:
     return " ".join(page.read_text().split())
 
 
+def verdicts_of(run: str) -> list[Verdict]:
+    """Every verdict of a published run."""
+    lines = (ROOT / "results" / run / "records.jsonl").read_text().splitlines()
+    return [msgspec.json.decode(line, type=Record).verdict for line in lines]
+
+
 def charged_for_the_host() -> Iterator[str]:
     """The rows of the table in measured-facts.md, from the records of the runs: what two clocks of one block differ."""
-    for run in ("main_tier-sm90", "main_tier-sm90-shared-host", "main_tier-sm90-earlier"):
-        for line in (ROOT / "results" / run / "records.jsonl").read_text().splitlines():
-            verdict = msgspec.json.decode(line, type=Record).verdict
+    for run in ("main_tier-sm90-charged", "main_tier-sm90-shared-host", "main_tier-sm90-earlier"):
+        for verdict in verdicts_of(run):
             for timing in filter(None, (verdict.timing, *verdict.other_timings)):
                 charge = timing.wall_gap_ms - timing.reference_wall_gap_ms
                 if timing.policy != "do_bench" or charge <= 0:
@@ -46,12 +51,8 @@ def test_what_do_bench_charged_is_what_the_records_say() -> None:
 
 
 def test_what_the_last_start_of_top_k_decided_is_what_the_record_says() -> None:
-    lines = (ROOT / "results" / "main_tier-sm90" / "records.jsonl").read_text().splitlines()
-    timing = next(
-        record.verdict.timing
-        for record in (msgspec.json.decode(line, type=Record) for line in lines)
-        if record.verdict.case.operator == "topk"
-    )
+    verdicts = verdicts_of("main_tier-sm90-charged")
+    timing = next(verdict.timing for verdict in verdicts if verdict.case.operator == "topk")
     assert timing is not None
     ratios = log_ratios(timing.reference_samples_ms, timing.candidate_samples_ms)
     groups = [ratios[start:end] for start, end in pairwise([*timing.starts, len(ratios)])]
@@ -61,6 +62,41 @@ def test_what_the_last_start_of_top_k_decided_is_what_the_record_says() -> None:
     assert "seven starts of 4 pairs and one of 148" in text
     assert f"Its published speedup is {timing.speedup.estimate:.2f}x, the last start's own is {last:.2f}x" in text
     assert f"the median over the eight starts' own medians is {of_all:.2f}x" in text
+
+
+def test_what_do_bench_charges_now_is_what_the_record_says() -> None:
+    timings_of = [
+        (verdict.case.operator, timing)
+        for verdict in verdicts_of("main_tier-sm90")
+        for timing in verdict.other_timings
+        if timing.policy == "do_bench"
+    ]
+    assert len(timings_of) == 6
+    gaps = {name: 1e3 * timing.reference_wall_gap_ms for name, timing in timings_of}
+    short = [gap for name, gap in gaps.items() if name != "fmha"]
+    assert not any(sum(timing.candidate_charges_ms) for _, timing in timings_of)
+    expected = (
+        f"{min(short):.1f} to {max(short):.1f} us a call, {gaps['fmha']:.1f} us for attention, and nothing is charged"
+    )
+    assert expected in text_of(FACTS)
+    said = ", ".join(f"{timing.speedup.estimate:.2f}x" for _, timing in sorted(timings_of, key=in_the_readmes_order))
+    assert said.replace(", 1.46x", " and 1.46x") in text_of(ROOT / "README.md")
+
+
+def in_the_readmes_order(named: tuple[str, Timing]) -> tuple[int, float]:
+    """The convolution's two layouts by their references, NCHW first."""
+    name, timing = named
+    return ("gemm", "fmha", "topk", "gdn", "conv2d").index(name), -timing.reference_ms
+
+
+def test_how_often_a_a_holds_is_what_its_table_says() -> None:
+    table = (ROOT / "results" / "gate_quality" / "a_a-sm90.md").read_text()
+    rows = {cells[1].strip(): cells for line in table.splitlines() if len(cells := line.split("|")) > 3}
+    text = text_of(FACTS)
+    held, share = rows["all"][3].split()[0], rows["all"][3].split("(")[1].split(" ")[0]
+    assert f"{held} of {rows['all'][2].strip()} hold 1.0 ({share} %)" in text
+    assert f"has {rows['all'][2].strip()} trials" in text
+    assert f"Top-K has {rows['topk'][2].strip()} of the 30" in text
 
 
 def loads(name: str) -> list[float]:
