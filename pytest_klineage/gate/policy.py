@@ -165,7 +165,7 @@ class Paired(Policy):
             samples=samples,
             interval=self._interval(correct(samples), confidence, statistics.FINAL_RESAMPLES),
             warmup=PAIRED_WARMUP,
-            statistic="exp(median(log(reference/candidate))), percentile bootstrap over starts and their pairs",
+            statistic="exp(median(log(reference/candidate))), expanded percentile bootstrap of starts and pairs",
             stopped=stopped,
         )
 
@@ -201,7 +201,7 @@ class Paper(Policy):
             samples=samples,
             interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
             warmup=PAPER_WARMUP,
-            statistic="ratio of medians, percentile bootstrap of both sides",
+            statistic="ratio of medians, expanded percentile bootstrap of both sides",
             stopped="fixed count",
         )
 
@@ -236,7 +236,7 @@ class DoBench(Policy):
             samples=samples,
             interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
             warmup=min(warmups),
-            statistic="ratio of medians, percentile bootstrap of both sides",
+            statistic="ratio of medians, expanded percentile bootstrap of both sides",
             stopped="fixed time",
         )
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pytest_klineage.channel import Channel
+from pytest_klineage.errors import DeviceOutOfMemory
 from pytest_klineage.records import Code, KernelTime
 from pytest_klineage.records.messages import (
     Again,
@@ -192,7 +193,7 @@ class DeviceMapping:
 
 
 class DeviceLoop(CallLoop):
-    """Serves Map and RunBlock requests of the oracle."""
+    """Serves Map, Prepare and RunBlock requests of the oracle."""
 
     def __init__(self, channel: Channel, kernel: Loaded, clock: DeviceClock) -> None:
         super().__init__(channel, kernel)
@@ -324,9 +325,9 @@ class DeviceLoop(CallLoop):
 
 def code_of(error: BaseException) -> Code:
     """The reason code for what a candidate raised on a GPU."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, torch.OutOfMemoryError | DeviceOutOfMemory):
         return Code.OUT_OF_MEMORY
-    return Code.CUDA_ERROR if "CUDA error" in str(error) else Code.EXCEPTION
+    return Code.CUDA_ERROR if any(word in str(error) for word in ("CUDA error", "CUDA_ERROR")) else Code.EXCEPTION
 
 
 def halves(tensor: Any) -> Any:

@@ -75,8 +75,8 @@ class Blocks:
     def time(self, request: TimeRequest) -> Timed:
         """Blocks for all roles; those of new processes once more where the device went on working after a call.
 
-        A process that is being ended leaves work on the device. Later nobody gets another try: a kernel could be late
-        on purpose wherever it does not like its inputs.
+        A process that is being ended leaves work on the device. Later nothing is run again: a kernel could be late on
+        purpose wherever it does not like its inputs. What is late once is charged, and counts.
         """
         players = [self.oracle.players[role] for role in dict.fromkeys(request.order)]
         new = [player for player in players if isinstance(player, DevicePlayer) and player.is_new]

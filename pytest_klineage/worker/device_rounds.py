@@ -39,7 +39,7 @@ UNEVEN = 1.5
 LATE_SHARE, LATE_NS = 0.25, 5000
 """Work after a call's own stream has finished counts as late beyond this share of the call, and beyond this long."""
 LATE_BLOCKS = 20
-"""One late block among so many is charged and no more: a host that stalls looks like one. A second one convicts."""
+"""One late block of a process, and one more for so many, are charged and no more: a host that stalls looks like one."""
 SETTLE_NOISE_NS = 1000
 """What the device may take beyond twice the usual to find that nothing is left to do."""
 
@@ -95,6 +95,8 @@ class DevicePlayer(Player):
         """Run a block on prepared memory and compare every slot."""
         arena: DeviceArena = self.arenas[block.arena]
         kind = secrets.randbelow(2)
+        # Before there are inputs: nothing can be computed while events are made.
+        self._prepare_for(block.calls, deadline_s)
         # Masked, inputs say nothing before their own call; stopped, a thread of the candidate sees nothing come.
         mask = secrets.randbelow(1 << 16) - (1 << 15) or 1
         self.freeze(True)
@@ -139,15 +141,14 @@ class DevicePlayer(Player):
         )  # fmt: skip
         limit_s = deadline_s * max(1, block.calls // 10) + (PROFILE_SLACK_S if block.profile else 0.0)
         self.freeze(False)
-        self._prepare_for(block.calls, deadline_s)
-        started = time.perf_counter_ns()
+        ends, started = time.monotonic() + limit_s, time.perf_counter_ns()
         self._send(request)
-        self._receive(Finished, limit_s, Code.TIMEOUT_RUN, nonce)
+        self._receive_until(ends, Finished, nonce)
         wall_ns = time.perf_counter_ns() - started
         early = {name: (places, flat[name][places]) for name, places in where.items()}
         torch.cuda.synchronize()
-        returned: BlockReturned = self._receive(BlockReturned, limit_s, Code.TIMEOUT_RUN, nonce)
-        done: Done = self._receive(Done, limit_s, Code.TIMEOUT_RUN, nonce)
+        returned: BlockReturned = self._receive_until(ends, BlockReturned, nonce)
+        done: Done = self._receive_until(ends, Done, nonce)
         lengths = (GRAPH_REPLAYS, 0) if block.graph else (block.calls, block.calls)
         if (len(returned.elapsed_ns), len(returned.settled_ns)) != lengths:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message="an answer with the times of other calls"))
@@ -161,6 +162,10 @@ class DevicePlayer(Player):
                 )
             )
         return returned, done, wall_ns, {} if done.tensors or block.graph else early
+
+    def _receive_until(self, ends: float, kind: type, nonce: int):  # type: ignore[no-untyped-def]  # returns `kind`
+        """The next message of an exchange that has one deadline, however many messages it has."""
+        return self._receive(kind, max(0.001, ends - time.monotonic()), Code.TIMEOUT_RUN, nonce)
 
     def _prepare_for(self, calls: int, deadline_s: float) -> None:
         """Have the worker make the events of its longest block so far before the trusted clock runs."""
@@ -194,12 +199,11 @@ class DevicePlayer(Player):
     def _late_once_too_often(self, returned: BlockReturned) -> list[Reason]:
         """The reason of a late block, unless it is one of few: its calls were charged, and its outputs are compared."""
         late = self._unsettled(returned)
+        if self.is_new or not returned.settled_ns:
+            return late
         self._blocks += 1
-        if late and not self.is_new:
-            self._late_blocks += 1
-            if self._late_blocks <= max(1, self._blocks // LATE_BLOCKS):
-                return []
-        return late
+        self._late_blocks += bool(late)
+        return late if self._late_blocks > max(1, self._blocks // LATE_BLOCKS) else []
 
     def _unsettled(self, returned: BlockReturned) -> list[Reason]:
         """A reason when most calls leave work behind that their own stream does not wait for."""

@@ -120,6 +120,7 @@ def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
     worker, clock, oracle = loop
     worker.run(Prepare(calls=3, nonce=7))
     assert oracle.receive(FromWorker, timeout_s=1) == Prepared(nonce=7)
+    assert clock.did == ["moments 3"]
     told = worker.channel.send
 
     def send(message: Any, *rest: Any) -> None:
