@@ -82,6 +82,7 @@ def tail_share(confidence: float, count: int) -> float:
         return (1 - confidence) / 2
     z, freedom = normal.inv_cdf((1 + confidence) / 2), count - 1
     student = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    student += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
     return normal.cdf(-math.sqrt(count / freedom) * student)
 
 

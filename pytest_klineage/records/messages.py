@@ -63,8 +63,8 @@ class Again(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     nonce: int
 
 
-class Prepare(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """On a GPU: make what blocks of so many calls are timed with; answered by Prepared."""
+class MakeEvents(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """On a GPU: make what blocks of so many calls are timed with; answered by EventsMade."""
 
     calls: int
     nonce: int
@@ -88,7 +88,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-ToWorker = Map | Run | Prepare | RunBlock | Again | Stop
+ToWorker = Map | Run | MakeEvents | RunBlock | Again | Stop
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -118,7 +118,7 @@ class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elapsed_ns: int
 
 
-class Prepared(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class EventsMade(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A block of that length can begin."""
 
     nonce: int
@@ -169,7 +169,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromWorker = Loaded | LoadFailed | Mapped | Returned | Prepared | Finished | BlockReturned | Done | Failed
+FromWorker = Loaded | LoadFailed | Mapped | Returned | EventsMade | Finished | BlockReturned | Done | Failed
 
 
 # --- judge to oracle --------------------------------------------------------------------------------------------------

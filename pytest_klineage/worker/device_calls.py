@@ -23,12 +23,12 @@ from pytest_klineage.records.messages import (
     Again,
     BlockReturned,
     Done,
+    EventsMade,
     Failed,
     Finished,
+    MakeEvents,
     Map,
     Mapped,
-    Prepare,
-    Prepared,
     ReturnedTensor,
     RunBlock,
 )
@@ -193,7 +193,7 @@ class DeviceMapping:
 
 
 class DeviceLoop(CallLoop):
-    """Serves Map, Prepare and RunBlock requests of the oracle."""
+    """Serves Map, MakeEvents and RunBlock requests of the oracle."""
 
     def __init__(self, channel: Channel, kernel: Loaded, clock: DeviceClock) -> None:
         super().__init__(channel, kernel)
@@ -215,9 +215,9 @@ class DeviceLoop(CallLoop):
     def run(self, request: Any, clock: Any = None) -> None:
         """Prepare or run a block; whatever goes wrong in it becomes an answer."""
         try:
-            if isinstance(request, Prepare):
+            if isinstance(request, MakeEvents):
                 self.clock.moments(request.calls)
-                self.channel.send(Prepared(nonce=request.nonce))
+                self.channel.send(EventsMade(nonce=request.nonce))
             else:
                 self.run_block(request)
         except SurfaceFailure as failure:

@@ -14,9 +14,9 @@ from pytest_klineage.records import Check, Code, KernelTime, Reason
 from pytest_klineage.records.messages import (
     BlockReturned,
     Done,
+    EventsMade,
     Finished,
-    Prepare,
-    Prepared,
+    MakeEvents,
     ReturnedTensor,
     RunBlock,
     Sample,
@@ -89,14 +89,14 @@ class DevicePlayer(Player):
         """The same where the device waits for the host."""
         self.is_new = True
         """Whether nothing of it was timed yet: what it replaces may still be ending on the device."""
-        self._blocks = self._late_blocks = self._prepared = 0
+        self._blocks = self._late_blocks = self._events = 0
 
     def run_block(self, block: Block, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
         """Run a block on prepared memory and compare every slot."""
         arena: DeviceArena = self.arenas[block.arena]
         kind = secrets.randbelow(2)
         # Before there are inputs: nothing can be computed while events are made.
-        self._prepare_for(block.calls, deadline_s)
+        self._make_events(block.calls, deadline_s)
         # Masked, inputs say nothing before their own call; stopped, a thread of the candidate sees nothing come.
         mask = secrets.randbelow(1 << 16) - (1 << 15) or 1
         self.freeze(True)
@@ -167,13 +167,13 @@ class DevicePlayer(Player):
         """The next message of an exchange that has one deadline, however many messages it has."""
         return self._receive(kind, max(0.001, ends - time.monotonic()), Code.TIMEOUT_RUN, nonce)
 
-    def _prepare_for(self, calls: int, deadline_s: float) -> None:
+    def _make_events(self, calls: int, deadline_s: float) -> None:
         """Have the worker make the events of its longest block so far before the trusted clock runs."""
-        if calls > self._prepared:
+        if calls > self._events:
             nonce = secrets.randbits(48)
-            self._send(Prepare(calls=calls, nonce=nonce))
-            self._receive(Prepared, deadline_s, Code.TIMEOUT_RUN, nonce)
-            self._prepared = calls
+            self._send(MakeEvents(calls=calls, nonce=nonce))
+            self._receive(EventsMade, deadline_s, Code.TIMEOUT_RUN, nonce)
+            self._events = calls
 
     def _samples(self, block: Block, returned: BlockReturned, wall_ns: int) -> tuple[Sample, tuple[Sample, ...]]:
         """What the device did after a call's own stream had finished is added to the call; the host's share is apart.

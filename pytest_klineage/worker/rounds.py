@@ -26,9 +26,9 @@ from pytest_klineage.records.messages import (
     FromWorker,
     Loaded,
     LoadFailed,
+    MakeEvents,
     Map,
     Mapped,
-    Prepare,
     Returned,
     ReturnedTensor,
     Run,
@@ -202,7 +202,7 @@ class Player:
         message = f"output {', '.join(changed)} still changed after the call had returned"
         return [Reason(code=Code.LATE_WORK, message=message)]
 
-    def _send(self, message: Map | Run | Prepare | RunBlock | Again, fds: list[int] | None = None) -> None:
+    def _send(self, message: Map | Run | MakeEvents | RunBlock | Again, fds: list[int] | None = None) -> None:
         try:
             self.channel.send(message, fds)
         except ChannelClosed as error:

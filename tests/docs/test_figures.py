@@ -8,9 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from pytest_klineage import Timing, Verdict
-from pytest_klineage.gate.statistics import log_ratios, median
+from pytest_klineage.gate.statistics import log_ratios, median, paired_interval
 from pytest_klineage.results import Record
 
 ROOT = Path(__file__).parents[2]
@@ -72,15 +73,40 @@ def test_what_do_bench_charges_now_is_what_the_record_says() -> None:
         if timing.policy == "do_bench"
     ]
     assert len(timings_of) == 6
-    gaps = {name: 1e3 * timing.reference_wall_gap_ms for name, timing in timings_of}
-    short = [gap for name, gap in gaps.items() if name != "fmha"]
+    gaps = [(name, 1e3 * timing.reference_wall_gap_ms) for name, timing in timings_of]
+    short, long = [gap for name, gap in gaps if name != "fmha"], dict(gaps)["fmha"]
     assert not any(sum(timing.candidate_charges_ms) for _, timing in timings_of)
-    expected = (
-        f"{min(short):.1f} to {max(short):.1f} us a call, {gaps['fmha']:.1f} us for attention, and nothing is charged"
-    )
+    expected = f"{min(short):.1f} to {max(short):.1f} us a call, {long:.1f} us for attention, and nothing is charged"
     assert expected in text_of(FACTS)
-    said = ", ".join(f"{timing.speedup.estimate:.2f}x" for _, timing in sorted(timings_of, key=in_the_readmes_order))
-    assert said.replace(", 1.46x", " and 1.46x") in text_of(ROOT / "README.md")
+    *most, last = [f"{timing.speedup.estimate:.2f}x" for _, timing in sorted(timings_of, key=in_the_readmes_order)]
+    assert f"Under `do_bench` they are {', '.join(most)} and {last}." in text_of(ROOT / "README.md")
+
+
+def test_the_readmes_table_is_what_the_records_say_and_their_intervals_follow_from_their_samples() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for verdict in verdicts_of("main_tier-sm90"):
+        timing = verdict.timing
+        assert timing is not None
+        said = timing.speedup
+        assert f"| {said.estimate:.2f}x [{said.low:.2f}, {said.high:.2f}] |" in readme
+        again = paired_interval(timing.reference_samples_ms, timing.candidate_samples_ms, starts=timing.starts)
+        assert (again.low, again.estimate, again.high) == pytest.approx((said.low, said.estimate, said.high), rel=1e-4)
+
+
+def test_the_two_speeds_of_cudnn_are_what_the_records_say() -> None:
+    """By start in the main tier; the stages judged with it have one start each."""
+    timing = next(verdict.timing for verdict in verdicts_of("main_tier-sm90") if verdict.case.options)
+    assert timing is not None
+    first, *others = [
+        1e3 * median(timing.reference_samples_ms[start:end])
+        for start, end in pairwise([*timing.starts, len(timing.reference_samples_ms)])
+    ]
+    text = text_of(FACTS)
+    assert f"takes {first:.1f} us in the first of the {1 + len(others)} starts" in text
+    assert f"{min(others):.1f} to {max(others):.1f} us in the others" in text
+    stages = [v for v in verdicts_of("stages-sm90") if v.case.options and v.label.startswith(("15-", "16-"))]
+    one, two = [1e3 * v.timing.reference_ms for v in stages if v.timing is not None and v.timing.starts == (0,)]
+    assert f"{one:.1f} and {two:.1f} us" in text
 
 
 def in_the_readmes_order(named: tuple[str, Timing]) -> tuple[int, float]:

@@ -73,7 +73,7 @@ def test_a_kernel_that_waits_for_the_host_cannot_be_recorded(judge: Judge, cuda:
 
 
 def test_the_same_kernel_on_both_sides_is_as_fast_as_itself(judge: Judge, cuda: Make) -> None:
-    """Over several starts: the dozen pairs of half a second scatter by 7 %."""
+    """Over several starts: within one, pairs differ by the places of their buffers."""
     source = cuda(HONEST)
     verdict = judge(CASE, source, against=source, time_limit_s=2.0, precision=0.01)
     assert verdict.timing is not None, said(verdict)

@@ -162,7 +162,7 @@ def test_more_confidence_never_gives_a_narrower_interval(
         assert narrow.high <= wide.high
 
 
-@pytest.mark.parametrize(("count", "student"), [(24, 2.0687), (32, 2.0395), (101, 1.9840)])
+@pytest.mark.parametrize(("count", "student"), [(12, 2.2010), (24, 2.0687), (32, 2.0395), (101, 1.9840)])
 def test_the_tail_is_that_of_students_t_expanded_for_few_values(count: int, student: float) -> None:
     """Quantiles of t for 97.5 %, from a table."""
     expected = NormalDist().cdf(-math.sqrt(count / (count - 1)) * student)

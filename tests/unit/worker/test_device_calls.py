@@ -13,12 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.channel import Channel
-from pytest_klineage.records.messages import BlockReturned, Done, Finished, FromWorker, Prepare, Prepared, RunBlock
+from pytest_klineage.errors import DeviceOutOfMemory, HarnessError
+from pytest_klineage.records import Code
+from pytest_klineage.records.messages import BlockReturned, Done, EventsMade, Finished, FromWorker, MakeEvents, RunBlock
 from pytest_klineage.worker.device_calls import (
     MAX_KERNELS,
     MAX_NAME,
     DeviceLoop,
     by_name,
+    code_of,
     covered_ns,
     halves,
     summary,
@@ -61,6 +64,20 @@ def test_a_mask_is_undone_by_itself(dtype: torch.dtype) -> None:
     assert not torch.equal(tensor, before)
     halves(tensor).bitwise_xor_(12345)
     assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), Code.OUT_OF_MEMORY),
+        (DeviceOutOfMemory("cuMemCreate failed"), Code.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: an illegal memory access"), Code.CUDA_ERROR),
+        (HarnessError("cuEventCreate failed: CUDA_ERROR_ILLEGAL_ADDRESS"), Code.CUDA_ERROR),
+        (ValueError("no"), Code.EXCEPTION),
+    ],
+)
+def test_errors_of_the_device_have_codes_of_their_own(error: Exception, code: Code) -> None:
+    assert code_of(error) is code
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -118,8 +135,8 @@ def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
     loop: tuple[DeviceLoop, StandInClock, Channel],
 ) -> None:
     worker, clock, oracle = loop
-    worker.run(Prepare(calls=3, nonce=7))
-    assert oracle.receive(FromWorker, timeout_s=1) == Prepared(nonce=7)
+    worker.run(MakeEvents(calls=3, nonce=7))
+    assert oracle.receive(FromWorker, timeout_s=1) == EventsMade(nonce=7)
     assert clock.did == ["moments 3"]
     told = worker.channel.send
 

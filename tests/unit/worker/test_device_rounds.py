@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from pytest_klineage.records import Code, Reason
-from pytest_klineage.records.messages import BlockReturned, Done, Finished, Prepare, Prepared
+from pytest_klineage.records.messages import BlockReturned, Done, EventsMade, Finished, MakeEvents
 from pytest_klineage.worker import device_rounds
 from pytest_klineage.worker.device_rounds import LATE_BLOCKS, Block, DevicePlayer
 from pytest_klineage.worker.rounds import WorkerProblem
@@ -51,7 +51,7 @@ def test_events_are_made_before_there_are_inputs(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         with pytest.raises(WorkerProblem):
             player.run_block(block_of(20), 30.0, frozenset())
-    assert player.did == [Prepare.__name__, Prepared.__name__, "freeze", "inputs", "freeze", "inputs"]
+    assert player.did == [MakeEvents.__name__, EventsMade.__name__, "freeze", "inputs", "freeze", "inputs"]
 
 
 def test_longer_blocks_have_more_events_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_longer_blocks_have_more_events_made(monkeypatch: pytest.MonkeyPatch) ->
     for calls in (20, 8, 3000):
         with pytest.raises(WorkerProblem):
             player.run_block(block_of(calls), 30.0, frozenset())
-    assert player.did.count("Prepare") == 2
+    assert player.did.count("MakeEvents") == 2
 
 
 def test_an_exchange_has_one_deadline_however_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
