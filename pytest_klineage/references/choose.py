@@ -1,22 +1,27 @@
 """The fastest of several variants: warmed up, timed in turns by CUDA events, chosen by median. Untimed preparation.
 
 Sequential timings of identical code differ by several percent on a GPU at its power limit; taking turns puts all
-variants under the same clocks.
+variants under the same clocks. Every variant has a thread of its own, and with it its own caches of its library.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.references.base import Trial, Variant
 from pytest_klineage.references.flags import read_flags, write_flags
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_klineage.references.base import Tensors
 
 WARMUP_CALLS = 5
@@ -31,6 +36,7 @@ CAUSE_LENGTH = 200
 
 Timer: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs what it is given once and says how many milliseconds it took."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,60 @@ class DeviceTimer:
         return float(self._start.elapsed_time(self._stop))
 
 
+class Lane(AbstractContextManager["Lane"]):
+    """One variant in a thread of its own: one call at a time, under the variant's flags, and whoever calls waits.
+
+    Libraries keep by thread what they have found, under keys that need not tell variants apart. PyTorch looks for its
+    plan of a cuDNN convolution whether or not `cudnn.benchmark` is on: in one thread, the variant that searches would
+    be given the plan of the one that came before it, and never search.
+    """
+
+    def __init__(self, variant: Variant, flags: Mapping[str, Any], trial: Trial) -> None:
+        self._variant, self._flags, self._trial = variant, flags, trial
+        self._like_here = like_this_thread(trial.device)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="klineage-variant")
+        # A new thread begins without context variables. Triton keeps there what fla has set when it was imported.
+        self._context = copy_context()
+        self._inputs: Tensors = {}
+
+    def __exit__(self, *_raised: object) -> None:
+        self._thread.shutdown()
+
+    def warm_up(self) -> None:
+        """Convert the inputs and call, untimed. Raises what the variant raises."""
+        self._inputs = self._in_thread(partial(warmed_up, self._variant, self._trial))
+
+    def time_ms(self, timer: Timer) -> float:
+        """What the timer says about one call."""
+        return self._in_thread(partial(timer, partial(self._variant.call, self._inputs, self._trial.outputs)))
+
+    def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return self._thread.submit(self._context.run, self._under_flags, work).result()
+
+    def _under_flags(self, work: Callable[[], Result]) -> Result:
+        with self._like_here():
+            write_flags(self._flags)
+            return work()
+
+
+def like_this_thread(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+    """What puts another thread on this thread's GPU and current stream, and into its modes of autograd, for a while."""
+    import torch
+
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if device.type == "cuda" else None
+
+    @contextmanager
+    def like_here() -> Iterator[None]:
+        if stream is not None:
+            torch.cuda.set_device(stream.device)
+        # Inference mode decides about gradients too, so they come after it. A stream of None changes nothing.
+        with torch.cuda.stream(stream), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            yield
+
+    return like_here
+
+
 def choose(
     variants: Mapping[str, Variant],
     trial: Trial,
@@ -83,36 +143,49 @@ def choose(
 ) -> Choice:
     """The fastest variant that may be charged (default: any); the process is left with that variant's flags.
 
-    A variant that raises RuntimeError or ValueError while it is warmed up is left out and recorded. Raises HarnessError
+    Variants run in threads of their own, which are gone when this returns; the chosen one is warm in this thread too. A
+    variant that raises RuntimeError or ValueError while it is warmed up is left out and recorded. Raises HarnessError
     when none is left that may be charged. Where the trial names one that was chosen before, that one is warmed up and
     taken.
     """
     if trial.only:
         return chosen_before(variants, trial)
     defaults = read_flags({name for variant in variants.values() for name in variant.flags})
+    flags = {name: {**defaults, **variant.flags} for name, variant in variants.items()}
+    with ExitStack() as threads:
+        lanes = {name: threads.enter_context(Lane(variants[name], flags[name], trial)) for name in variants}
+        failures = warm_up_all(lanes)
+        ready = {name: lane for name, lane in lanes.items() if name not in failures}
+        eligible = [name for name in ready if chargeable is None or name in chargeable]
+        if not eligible:
+            write_flags(defaults)
+            causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
+            raise HarnessError(f"no variant of the reference runs: {causes}")
+        medians = medians_in_turns(ready, timer or DeviceTimer(), reps)
+    best = min(eligible, key=medians.__getitem__)
+    write_flags(flags[best])
+    warmed_up(variants[best], trial)
+    return Choice(best, variants[best], medians, failures)
+
+
+def warm_up_all(lanes: Mapping[str, Lane]) -> dict[str, str]:
+    """Why some cannot run, by name."""
     failures: dict[str, str] = {}
-    ready: dict[str, Tensors] = {}
-    for name, variant in variants.items():
-        write_flags({**defaults, **variant.flags})
+    for name, lane in lanes.items():
         try:
-            ready[name] = warmed_up(variant, trial)
+            lane.warm_up()
         except (RuntimeError, ValueError) as error:
             failures[name] = f"{type(error).__name__}: {error}"[:CAUSE_LENGTH]
-    eligible = [name for name in ready if chargeable is None or name in chargeable]
-    if not eligible:
-        write_flags(defaults)
-        causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
-        raise HarnessError(f"no variant of the reference runs: {causes}")
-    timer = timer or DeviceTimer()
-    times: dict[str, list[float]] = {name: [] for name in ready}
+    return failures
+
+
+def medians_in_turns(lanes: Mapping[str, Lane], timer: Timer, reps: int) -> dict[str, float]:
+    """Median milliseconds of so many calls each, by name; every lane has called once before any calls again."""
+    times: dict[str, list[float]] = {name: [] for name in lanes}
     for _ in range(reps):
-        for name, inputs in ready.items():
-            write_flags({**defaults, **variants[name].flags})
-            times[name].append(timer(partial(variants[name].call, inputs, trial.outputs)))
-    medians = {name: statistics.median(taken) for name, taken in times.items()}
-    best = min(eligible, key=medians.__getitem__)
-    write_flags({**defaults, **variants[best].flags})
-    return Choice(best, variants[best], medians, failures)
+        for name, lane in lanes.items():
+            times[name].append(lane.time_ms(timer))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def chosen_before(variants: Mapping[str, Variant], trial: Trial) -> Choice:

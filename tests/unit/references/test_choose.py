@@ -1,8 +1,12 @@
-"""Choosing the fastest variant, with a fake clock: order, flags, failures, what is recorded."""
+"""Choosing the fastest variant, with a fake clock: order, flags, threads, failures, what is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,7 +54,8 @@ def test_variants_take_turns_after_all_are_warm() -> None:
     choose.choose({name: recording(log, name) for name in "ab"}, trial(), timer=timer, reps=20)
     warm = 2 * WARMUP_CALLS
     assert log[:warm] == ["a"] * WARMUP_CALLS + ["b"] * WARMUP_CALLS
-    assert log[warm:] == ["a", "b"] * 20
+    assert log[warm : warm + 40] == ["a", "b"] * 20
+    assert log[warm + 40 :] == ["a"] * WARMUP_CALLS, "the chosen one once more, in the thread that will call it"
 
 
 def test_enough_repetitions_by_default(clock: Any) -> None:
@@ -87,30 +92,34 @@ def test_a_fault_of_ours_is_not_swallowed() -> None:
         choose.choose({"wrong": Variant(wrong)}, trial())
 
 
-def test_conversions_are_made_once_and_not_timed(clock: Any) -> None:
+def test_conversions_are_made_once_in_a_thread_and_not_timed(clock: Any) -> None:
     converted, called = [], []
 
     def convert(inputs: Any) -> Any:
-        converted.append(1)
+        converted.append((threading.current_thread() is threading.main_thread(), clock.calls))
         return {"x": inputs["x"] + 1}
 
     choose.choose({"a": Variant(lambda inputs, outputs: called.append(inputs["x"][0].item()), convert)}, trial())
-    assert len(converted) == 1
+    assert converted == [(False, 0), (True, clock.calls)]
     assert set(called) == {2.0}
 
 
-def test_every_variant_runs_under_its_flags_and_the_best_keeps_them(
-    monkeypatch: pytest.MonkeyPatch, clock: Any
-) -> None:
+@pytest.fixture
+def knobs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The values of two switches of the process, in place of torch's."""
     value: dict[str, Any] = {"knob": "as it was", "other": 1}
     table = {
         name: ((lambda name=name: value[name]), (lambda new, name=name: value.update({name: new}))) for name in value
     }
     monkeypatch.setattr(flags, "switches", lambda: table)
-    seen: dict[str, set[Any]] = {}
+    return value
+
+
+def test_every_variant_runs_under_its_flags_and_the_best_keeps_them(knobs: dict[str, Any], clock: Any) -> None:
+    seen: dict[str, list[Any]] = {}
 
     def watching(name: str, **own: Any) -> Variant:
-        return Variant(lambda i, o: seen.setdefault(name, set()).add((value["knob"], value["other"])), flags=own)
+        return Variant(lambda i, o: seen.setdefault(name, []).append((knobs["knob"], knobs["other"])), flags=own)
 
     variants = {
         "plain": watching("plain"),
@@ -118,9 +127,191 @@ def test_every_variant_runs_under_its_flags_and_the_best_keeps_them(
         "both": watching("both", knob=7, other=2),
     }
     clock.times_ms = (2.0, 1.0, 3.0)
-    assert choose.choose(variants, trial()).name == "turned"
-    assert seen == {"plain": {("as it was", 1)}, "turned": {(11, 1)}, "both": {(7, 2)}}
-    assert value == {"knob": 11, "other": 1}
+    assert choose.choose(variants, trial(), reps=20).name == "turned"
+    calls = WARMUP_CALLS + 20
+    assert seen.pop("turned") == [(11, 1)] * (calls + WARMUP_CALLS)
+    assert seen == {"plain": [("as it was", 1)] * calls, "both": [(7, 2)] * calls}
+    assert knobs == {"knob": 11, "other": 1}
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """As PyTorch does with cuDNN's convolutions: a plan is kept by thread, and a switch decides how one is made.
+
+    A plan is found by the shape alone: one that was made without a search serves a call that asks for one.
+    """
+
+    def __init__(self, knobs: dict[str, Any]) -> None:
+        self._plans, self._knobs = threading.local(), knobs
+        self.made: list[tuple[str, str]] = []
+        """By which thread, and how."""
+        self.used: list[str] = []
+
+    def __call__(self, inputs: Any, outputs: Any) -> None:
+        plans = vars(self._plans)
+        key = str(tuple(inputs["x"].shape))
+        if key not in plans:
+            plans[key] = "searched" if self._knobs["knob"] == "search" else "by rules"
+            self.made.append((threading.current_thread().name, plans[key]))
+        self.used.append(plans[key])
+
+    def time_ms(self, run: Callable[[], object]) -> float:
+        """A clock: a plan that was searched for is the faster one."""
+        run()
+        return {"searched": 1.0, "by rules": 2.0}[self.used[-1]]
+
+
+def searching(library: Library) -> dict[str, Variant]:
+    """One without a search, then one with."""
+    plain, search = Variant(library, flags={"knob": "no"}), Variant(library, flags={"knob": "search"})
+    return {"plain": plain, "plain+search": search}
+
+
+def no_thread_is_left() -> bool:
+    return not [thread for thread in threading.enumerate() if thread.name.startswith("klineage-variant")]
+
+
+def test_a_variant_that_searches_is_not_given_the_plan_of_another(knobs: dict[str, Any]) -> None:
+    library = Library(knobs)
+    chosen = choose.choose(searching(library), trial(), timer=library.time_ms)
+    assert chosen.medians_ms == {"plain": 2.0, "plain+search": 1.0}
+    assert chosen.name == "plain+search"
+    here = threading.current_thread().name
+    assert [how for name, how in library.made if name != here] == ["by rules", "searched"]
+
+
+def test_the_chosen_one_is_warm_in_the_thread_that_will_call_it(knobs: dict[str, Any]) -> None:
+    library = Library(knobs)
+    chosen = choose.choose(searching(library), trial(), timer=library.time_ms)
+    here = threading.current_thread().name
+    assert [how for name, how in library.made if name == here] == ["searched"], "its own plan, and no other's"
+    made = len(library.made)
+    made_here = trial()
+    chosen.variant(made_here.inputs, made_here.outputs)
+    assert len(library.made) == made, "nothing is left to be planned"
+    assert library.used[-1] == "searched"
+    assert no_thread_is_left()
+
+
+def test_one_that_was_chosen_before_is_warmed_up_in_this_thread_alone(knobs: dict[str, Any]) -> None:
+    library = Library(knobs)
+    choose.choose(searching(library), replace(trial(), only="plain+search"))
+    assert library.made == [(threading.current_thread().name, "searched")]
+
+
+def test_a_variant_keeps_one_thread_and_calls_follow_one_another(clock: Any) -> None:
+    threads: dict[str, set[int]] = {"a": set(), "b": set()}
+    busy = threading.Lock()
+
+    def running(name: str) -> Variant:
+        def call(inputs: Any, outputs: Any) -> None:
+            assert busy.acquire(blocking=False), "another variant is running"
+            threads[name].add(threading.get_ident())
+            busy.release()
+
+        return Variant(call)
+
+    clock.times_ms = (1.0, 2.0)
+    choose.choose({name: running(name) for name in threads}, trial())
+    assert len(threads["b"]) == 1
+    assert len(threads["a"]) == 2, "its own, and this one, as it is the chosen one"
+    assert threads["a"] - {threading.get_ident()} != threads["b"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, SystemExit])
+def test_no_thread_is_left_when_a_variant_fails(error: type[BaseException], clock: Any) -> None:
+    def refuse(inputs: Any, outputs: Any) -> None:
+        raise error("it does not run")
+
+    chosen_beside = {"a": recording([], "a"), "broken": Variant(refuse)}
+    if error in (RuntimeError, ValueError):
+        assert choose.choose(chosen_beside, trial()).name == "a"
+        assert no_thread_is_left()
+        with pytest.raises(HarnessError, match="broken"):
+            choose.choose(chosen_beside, trial(), chargeable=("broken",))
+    else:
+        with pytest.raises(error):
+            choose.choose(chosen_beside, trial())
+    assert no_thread_is_left()
+
+
+def test_no_thread_is_left_when_the_clock_fails() -> None:
+    def clock(run: Callable[[], object]) -> float:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        choose.choose({"a": recording([], "a"), "b": recording([], "b")}, trial(), timer=clock)
+    assert no_thread_is_left()
+
+
+MARK: ContextVar[str] = ContextVar("MARK", default="nobody set it")
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (torch.enable_grad, (True, False)),
+        (torch.no_grad, (False, False)),
+        (torch.inference_mode, (False, True)),
+    ],
+)
+def test_modes_and_context_variables_are_those_of_the_caller(
+    mode: Any, expected: tuple[bool, bool], clock: Any
+) -> None:
+    seen: set[Any] = set()
+
+    def call(inputs: Any, outputs: Any) -> None:
+        seen.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled(), MARK.get()))
+
+    token = MARK.set("by an import, as fla does with Triton's allocator")
+    try:
+        with mode():
+            choose.choose({"a": Variant(call)}, trial())
+    finally:
+        MARK.reset(token)
+    assert seen == {(*expected, "by an import, as fla does with Triton's allocator")}
+
+
+def test_threads_are_on_the_gpu_and_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch, clock: Any) -> None:
+    """torch keeps both by thread; here without CUDA."""
+    state = threading.local()
+    ours = SimpleNamespace(device=torch.device("cuda", 1))
+    seen: set[Any] = set()
+
+    @contextmanager
+    def stream(wanted: Any) -> Iterator[None]:
+        before, state.stream = getattr(state, "stream", None), wanted
+        yield
+        state.stream = before
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(state, "device", device))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: state.stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    state.device, state.stream = ours.device, ours
+    on_gpu: Any = {"x": SimpleNamespace(device=torch.device("cuda", 1))}
+    watching = Variant(lambda i, o: seen.add((state.device, id(state.stream))))
+    choose.choose({"a": watching, "b": watching}, Trial("sm90", on_gpu, {}))
+    assert seen == {(ours.device, id(ours))}
+
+
+def test_torchs_switches_are_those_of_the_process() -> None:
+    """Written by the thread of a variant, read by whatever thread calls the library, and by the record."""
+    # The other two cannot be set in a build without CUDA.
+    kept = flags.read_flags(("cudnn_benchmark", "cudnn_sdp", "flash_sdp", "mem_efficient_sdp", "math_sdp"))
+    turned = {name: not value for name, value in kept.items()}
+    try:
+        writer = threading.Thread(target=flags.write_flags, args=(turned,))
+        writer.start()
+        writer.join()
+        assert flags.read_flags(turned) == turned
+    finally:
+        flags.write_flags(kept)
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
 
 
 def test_the_clock_flushes_waits_and_then_times_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
