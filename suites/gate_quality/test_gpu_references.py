@@ -1,7 +1,8 @@
 """The references under the policy do_bench against Triton's own do_bench in the same minute, and what was published.
 
 Right before the gate judges, a process of its own prepares the same reference and has triton.testing.do_bench time it:
-what the two differ by is not a matter of machines or weeks.
+what the two differ by is not a matter of machines or weeks. It also times it on more inputs and a stream of its own, as
+the gate does, to show which part of a difference these are; nothing is decided by that.
 
 pytest suites/gate_quality/test_gpu_references.py --platform sm90 -k "gemm and not 8192"    a part; other rows are kept
 """
@@ -21,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from evaluators.gpu import alone, process_on
 from evaluators.process import ProcessEnded
 from on_gpu import first_right, gpu_platform, kept_rows, machine_of, results_file, with_library
-from triton_do_bench import CaseToTime, DoBenched
+from triton_do_bench import OTHER_INPUTS, CaseToTime, DoBenched
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate, GateSettings
@@ -95,6 +96,12 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
         return self.measured_ms / self.triton.milliseconds if self.triton and self.triton.milliseconds else None
 
     @property
+    def ratio_like_the_gate(self) -> float | None:
+        """The gate's figure over Triton's on other inputs and a stream of their own; None where there is none."""
+        figure = self.triton.like_the_gate_ms if self.triton else None
+        return self.measured_ms / figure if figure else None
+
+    @property
     def within(self) -> bool:
         """Whether the gate agrees with Triton today; with the published figure where Triton said nothing."""
         return abs((self.ratio_today or self.ratio) - 1) <= TOLERANCE
@@ -108,11 +115,15 @@ def report_of(rows: list[Timed], platform: str) -> str:
         f"{rows[-1].machine}, {rows[-1].judged_at}. Published: figures kept in this suite, taken on one H200 "
         "before the gate judged there; medians of "
         f"`triton.testing.do_bench(warmup=25, rep=100)` on one {PUBLISHED_ON}, whose clock drifts by up to 5 % under "
-        "load. Triton: the same function today, in a process of its own right before the gate's. The last column is "
-        "about the gate and Triton today, or the published figure where Triton has none.\n",
+        "load. Triton: the same function today, in a process of its own right before the gate's, on one input and the "
+        "default stream. On the gate's inputs and stream: then, in the same process, on several inputs as the gate has "
+        f"them ({OTHER_INPUTS} of other seeds, one after the other; the median of their medians) and a stream of its "
+        "own. A kernel's time may depend on its input: as far as this ratio is nearer to 1 than the one before it, the "
+        "two differ in inputs and stream, not in how they take the time. The last column is about the gate and Triton "
+        "today, or the published figure where Triton has none.\n",
         "| case | reference | published, ms | Triton today, ms | the gate, ms | gate / published | gate / Triton "
-        f"| within {100 * TOLERANCE:g} % |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| Triton on the gate's inputs and stream, ms | gate / that | within {100 * TOLERANCE:g} % |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [line_of(row) for row in sorted(rows, key=lambda row: order.index(row.name))]
     return "\n".join([*lines, "", f"Raw samples: `references-{platform}.jsonl`."])
@@ -127,7 +138,9 @@ def line_of(row: Timed) -> str:
     today, beside = "", ""
     if row.triton is not None and row.ratio_today is not None:
         today, beside = f"{row.triton.milliseconds:.4f}", f"{row.ratio_today:.3f}"
-    figures = f"{row.published_ms:.4f} | {today} | {row.measured_ms:.4f} | {row.ratio:.3f} | {beside}"
+    alike = (row.triton.like_the_gate_ms if row.triton else None, row.ratio_like_the_gate)
+    like_the_gate = "- | -" if None in alike else "{:.4f} | {:.3f}".format(*alike)
+    figures = f"{row.published_ms:.4f} | {today} | {row.measured_ms:.4f} | {row.ratio:.3f} | {beside} | {like_the_gate}"
     return f"| {row.case} | {shown} | {figures} | {'yes' if row.within else 'no'} |"
 
 
