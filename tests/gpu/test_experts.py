@@ -39,12 +39,15 @@ class Neighbours(NamedTuple):
         )
 
 
+CONVOLVED = tuple(
+    (n, 64, h, w, 128, 3, 1, 1)
+    for n, h, w in ((2, 56, 56), (1, 7, 9), (3, 57, 31), (40, 1, 8), (4, 7, 8), (2, 14, 88), (1, 3, 250))
+)
+"""Whole planes in a tile and tiles across images, lines of one pixel, what takes rectangles, and wide images."""
 SUPPORTED = (
     Neighbours("gemm", "bf16", ((512, 768, 320), (256, 256, 256), (1024, 256, 2048))),
-    Neighbours(
-        "conv2d", "fp16", ((2, 64, 56, 56, 128, 3, 1, 1), (1, 64, 7, 9, 128, 3, 1, 1), (3, 64, 57, 31, 128, 3, 1, 1))
-    ),
-    Neighbours("conv2d", "fp16", ((2, 64, 56, 56, 128, 3, 1, 1), (1, 64, 7, 9, 128, 3, 1, 1)), (("layout", "nhwc"),)),
+    Neighbours("conv2d", "fp16", CONVOLVED),
+    Neighbours("conv2d", "fp16", CONVOLVED, (("layout", "nhwc"),)),
     Neighbours("fmha", "fp16", ((1, 2, 512, 128), (2, 3, 264, 128), (1, 1, 8, 128))),
     Neighbours("fmha", "fp16", ((1, 2, 512, 128), (2, 3, 264, 128)), (("layout", "bshd"),)),
     Neighbours("topk", "fp32", ((8, 4096, 512), (1, 7, 7), (3, 1000, 1), (2, 16384, 1024))),

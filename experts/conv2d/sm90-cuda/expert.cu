@@ -3,17 +3,17 @@
 //
 // Floor: 3.70 GFLOP are 6,912 clocks of one SM's tensor cores for 192 x 128 outputs (3.5 us at 1.98 GHz, 4.7 us at the 790 TFLOP/s
 // of a large product); 9.8 MB through 4.27 TB/s are 2.3 us. All weights and a tile of x for every SM are 25 MB out of the L2 cache.
-//   tile_reuse: one wave of about 131 blocks; a block loads the input rows of its tile once.
+//   tile_reuse: one wave of about 131 blocks; a block loads the input of its tile once.
 //   wgmma with A in registers. NHWC: A is x, by ldmatrix from shifted pixels, so that a tile may start anywhere and cross into the
 //     next image; B is the weights. NCHW (transposed_product): A is the weights, B is x as it lies in memory.
-//   tma_load (NHWC): every input row and every tap on a barrier of its own; the later taps are requested when the rows are there.
+//   tma_load (NHWC): every 72 input pixels and every tap on a barrier of its own; the later taps are requested beside the products.
 //   filter_order (NHWC): a 5-D tensor map permutes the filters, so that a lane's accumulators are 8 neighbours: 16-byte stores.
 //   warp_private_weights (NCHW): each warp copies its own filters and waits for them alone.
 //   reciprocal_division: no 64-bit shifts on the way to the first request.
 //   staggered_stores: a part of the output is stored beside the products of another part.
-//   spread_requests: what comes from memory is asked for before its addresses are computed (NHWC: to the L2 cache), each warpgroup asks
-//     for its share, and no thread makes many requests in a row.
-//   short_prologue: flat tiles and rectangles are kernels of their own, and the first weights are requested before all else.
+//   spread_requests: each warpgroup asks for its share (NHWC: of the later taps; NCHW: of the channels).
+//   direct_requests: no index arithmetic before the first requests. NHWC: the input of a tile is so many pixels in a row, whatever image
+//     they are in, and what lies beyond an edge is read from a line of zeros. NCHW: 48 threads compute once where blocks of 8 pixels are.
 // Measured figures: see NOTES.md.
 #include <cuda.h>
 #include <cuda_fp16.h>
@@ -31,17 +31,19 @@ constexpr int kC = 64, kF = 128, kDepth = kC * 9;                // K of the imp
 constexpr int kTile = 192;                                       // output pixels of a block: 64 per warpgroup
 constexpr int kWeightBytes = kF * kDepth * 2;
 constexpr int kTapBytes = kWeightBytes / 9;                      // NHWC: one tap, 128 filters x 64 channels
-constexpr int kSlots = 625, kMaxRows = 80;                       // NHWC: input pixels, input rows of a tile
-constexpr int kImageAt = kWeightBytes, kBarriersAt = kImageAt + kSlots * 128;
+constexpr int kChunk = 72, kMaxChunks = 9;                       // NHWC: input pixels of a copy, copies of a tile
+constexpr int kImageAt = kWeightBytes, kZerosAt = kImageAt + kMaxChunks * kChunk * 128, kBarriersAt = kZerosAt + 128;
 constexpr int kSpan = 192, kBlocks = kSpan / 8, kMaxBlocks = 46;  // NCHW: output pixels of a block; blocks of 8 input pixels
 constexpr int kBlockPitch = 272;                                 // bytes of 8 pixels of 16 channels, and a pad for the banks
-constexpr int kCopyBytes = kMaxBlocks * kBlockPitch;             // 16 channels of an input tile; three of them, shifted by a pixel each
+constexpr int kTable = kMaxBlocks + 2;                           // blocks with the ones before and after
+constexpr int kCopyBytes = kTable * kBlockPitch;                 // 16 channels of an input tile; three of them, shifted by a pixel each
 constexpr int kWarpBytes = 2 * 16 * 288;                         // twice 16 channels of the weights of 16 filters
 constexpr int kStagePitch = 400;                                 // epilogue: bytes of kSpan pixels, and a pad for the banks
-constexpr int kNchwImageAt = 8 * kWarpBytes, kNchwBarriersAt = kNchwImageAt + 12 * kCopyBytes;
-constexpr int kNchwSharedBytes = 1024 + kNchwBarriersAt + 4 * 8;
-constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
-constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
+constexpr int kNchwImageAt = 8 * kWarpBytes + kBlockPitch, kNchwBarriersAt = 8 * kWarpBytes + 12 * kCopyBytes;
+constexpr int kTableAt = kNchwBarriersAt + 4 * 8;                // NCHW: where each block of 8 input pixels comes from
+constexpr int kNchwSharedBytes = 1024 + kTableAt + kTable * 4;
+constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxChunks + 9) * 8;
+constexpr int kEarlyTaps = 4;                                    // NHWC: taps requested together with x
 constexpr int kLead = 4;                                         // NHWC: taps by which the first 64 filters are ahead at the end
 static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448 && 16 * kStagePitch <= kWarpBytes, "shared memory of one block");
 
@@ -55,57 +57,33 @@ struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a 
     DEVICE int operator()(int n) const { return static_cast<int>(__umulhi(2u * n, multiplier) >> shift); }
 };
 
-// A tile is kTile consecutive output pixels (kFlat), or a rectangle tile_h x tile_w of one image. Input rows lie
-// `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
-// row n * (h + 1) is the row of zeros above image n, and below image n - 1.
+// NHWC. A tile is kTile consecutive pixels, whatever image they are in. Its input lies in shared memory as it does in memory, 128 bytes
+// for each pixel: from the upper left neighbour of the first to the lower right neighbour of the last, or, when images are wide, only
+// the three stretches of 3 kChunk pixels that hold the neighbours above, beside and below. Rows are `pitch` pixels apart there.
+struct Pixels {
+    const __half *weights;
+    __half *y;
+    int h, w, plane, total, wide, pitch, chunks;
+    Divider by_plane, by_w;
+};
+
+// NCHW. A tile is kSpan consecutive positions (kFlat), or a rectangle tile_h x tile_w of one image. Rows are counted through all
+// images, h + 1 of them for each: row n * (h + 1) + h is the row of zeros below image n.
 struct Geometry {
     const __half *x, *weights;
     __half *y;
-    int n, h, w, plane, total, tile_h, tile_w, tiles_w, tiles, pitch, box_w, blocks_w, blocks, exact;
-    Divider by_plane, by_w, by_rows, by_tile_w, by_tiles_w, by_tiles;
+    int n, h, w, plane, tile_h, tile_w, tiles_w, tiles, blocks_w, blocks, exact;
+    Divider by_plane, by_w, by_rows, by_tiles_w, by_tiles;
 };
 
-template <bool kFlat>
-struct Tile {
-    int n, p, column;  // rectangle: image, first output row and the input column of slot 0; otherwise column = -1
-    int first_row, rows;
+struct Rectangle {
+    int n, p, q;  // image, first output row, first output column
 
-    DEVICE explicit Tile(const Geometry &g) : n(0), p(0), column(-1) {
+    DEVICE explicit Rectangle(const Geometry &g) {
         const int tile = blockIdx.x;
-        if constexpr (kFlat) {
-            const int first = min(tile * kTile, g.total - 1), last = min(tile * kTile + kTile, g.total) - 1;
-            const int first_n = g.by_plane(first), last_n = g.by_plane(last);
-            first_row = first_n * (g.h + 1) + g.by_w(first - first_n * g.plane);
-            rows = last_n * (g.h + 1) + g.by_w(last - last_n * g.plane) + 3 - first_row;
-        } else {
-            n = g.by_tiles(tile);
-            const int inside = tile - n * g.tiles, band = g.by_tiles_w(inside);
-            p = band * g.tile_h, column = (inside - band * g.tiles_w) * g.tile_w - 1;
-            first_row = n * (g.h + 1) + p, rows = g.tile_h + 2;
-        }
-    }
-    // Input row i of the tile; h = -1 or g.h is a row of zeros.
-    DEVICE void row_of(const Geometry &g, int i, int &image, int &h) const {
-        image = kFlat ? g.by_rows(first_row + i) : n;
-        h = first_row + i - image * (g.h + 1) - 1;
-    }
-    // Output pixel m of the tile: the slot of its upper left input pixel, its image and its place in that; false: none.
-    DEVICE bool pixel_of(const Geometry &g, int m, int &row, int &slot, int &image, int &place) const {
-        int q;
-        bool valid;
-        if constexpr (kFlat) {
-            const int pixel = min(static_cast<int>(blockIdx.x) * kTile + m, g.total - 1);
-            valid = pixel == static_cast<int>(blockIdx.x) * kTile + m;
-            image = g.by_plane(pixel), place = pixel - image * g.plane;
-            const int r = g.by_w(place);
-            q = place - r * g.w, row = image * (g.h + 1) + r - first_row;
-        } else {
-            row = g.by_tile_w(m), q = m - row * g.tile_w + column + 1;
-            image = n, place = (p + row) * g.w + q;
-            valid = n < g.n && p + row < g.h && q < g.w;
-        }
-        slot = row * g.pitch + q - column - 1;
-        return valid;
+        n = g.by_tiles(tile);
+        const int inside = tile - n * g.tiles, band = g.by_tiles_w(inside);
+        p = band * g.tile_h, q = (inside - band * g.tiles_w) * g.tile_w;
     }
 };
 
@@ -120,11 +98,16 @@ DEVICE void barrier_expect(unsigned bar, unsigned bytes) {
 DEVICE void barrier_wait(unsigned bar) {  // every barrier completes once
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(bar) : "memory");
 }
+DEVICE bool elect() {  // one lane of a warp
+    unsigned yes;
+    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(yes));
+    return yes;
+}
 DEVICE void prefetch(const void *from, unsigned bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
 DEVICE void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 #define BULK_LOAD(dims) "cp.async.bulk.tensor." dims ".shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
-DEVICE void load_row(unsigned to, const CUtensorMap *map, unsigned bar, int w, int h, int n) {
-    asm volatile(BULK_LOAD("4d") "{%2, %3, %4, %5}], [%6];" ::"r"(to), "l"(map), "r"(0), "r"(w), "r"(h), "r"(n), "r"(bar) : "memory");
+DEVICE void load_chunk(unsigned to, const CUtensorMap *map, unsigned bar, int pixel) {
+    asm volatile(BULK_LOAD("2d") "{%2, %3}], [%4];" ::"r"(to), "l"(map), "r"(0), "r"(pixel), "r"(bar) : "memory");
 }
 DEVICE void load_tap(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
     asm volatile(BULK_LOAD("5d") "{%2, %3, %3, %3, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
@@ -191,70 +174,60 @@ DEVICE void turn_pass() { asm volatile("bar.arrive 1, 256;" ::: "memory"); }
 
 template <int kValue> struct Constant { static constexpr int value = kValue; };
 
-// The 16-byte chunk of an input pixel that a lane addresses for ldmatrix: 16 channels of a row of the A operand.
-DEVICE unsigned chunk_address(unsigned image, int slot, int lane) {
-    return image + slot * 128 + ((lane / 16 ^ (slot & 7)) << 4);
-}
-
-template <bool kFlat>
 __global__ void __launch_bounds__(384, 1)
-conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
+conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Pixels g) {
     extern __shared__ unsigned char raw[];
-    const unsigned weights = (shared_address(raw) + 1023) & ~1023u, image = weights + kImageAt;
-    const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
-    if (threadIdx.x == 0) prefetch(&x_map);
-    // On their way from memory while the addresses are computed: the tile's pixels, and a 128th of the weights for everybody
-    if (kFlat && threadIdx.x == 96) {
-        const int first = static_cast<int>(blockIdx.x) * kTile, from = max(first - g.w - 1, 0), to = min(first + kTile + g.w + 1, g.total);
-        prefetch(g.x + from * kC, (to - from) * kC * 2);
-    }
-    if (threadIdx.x == 128 && blockIdx.x < 128) prefetch(g.weights + blockIdx.x * (kF * kDepth / 128), kWeightBytes / 128);
+    const unsigned weights = (shared_address(raw) + 1023) & ~1023u, image = weights + kImageAt, zeros = weights + kZerosAt;
+    const unsigned chunk_bars = weights + kBarriersAt, tap_bars = chunk_bars + kMaxChunks * 8;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, group = warp / 4;
+    const int first = static_cast<int>(blockIdx.x) * kTile;
+    const auto request_chunk = [&](int k) {
+        const int pixel = g.wide ? first - 1 + (k / 3 - 1) * g.w + k % 3 * kChunk : first - 1 - g.w + k * kChunk;  // beyond the tensor: zeros
+        barrier_expect(chunk_bars + k * 8, kChunk * 128);
+        load_chunk(image + k * kChunk * 128, &x_map, chunk_bars + k * 8, pixel);
+    };
     const auto request_tap = [&](int tap) {
         barrier_expect(tap_bars + tap * 8, kTapBytes);
         load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
     };
-    if (threadIdx.x == 352) {
+    if (warp == 0 && elect()) {  // in the order of need: the copy engine takes one after the other
+        prefetch(&x_map);
+        UNROLL for (int k = 0; k < kMaxChunks; ++k) barrier_init(chunk_bars + k * 8, 1);
+        prefetch(&w_map);
         UNROLL for (int tap = 0; tap < 9; ++tap) barrier_init(tap_bars + tap * 8, 1);
         fence_barrier_init();
-        UNROLL for (int tap = 0; tap < kEarlyTaps; ++tap) request_tap(tap);
-    }
-    const Tile<kFlat> tile(g);
-    if (lane == 0) {  // the rows of x at once; a warp requests what it has made a barrier for
-        LOOP for (int i = warp; i < tile.rows; i += 12) {
-            barrier_init(row_bars + i * 8, 1), fence_barrier_init();
-            int n, h;
-            tile.row_of(g, i, n, h);
-            barrier_expect(row_bars + i * 8, g.box_w * 128);
-            load_row(image + i * g.pitch * 128, &x_map, row_bars + i * 8, tile.column, h, n);
+        UNROLL for (int k = 0; k < kMaxChunks; ++k) {
+            if (k < g.chunks) request_chunk(k);
+            if (k < kEarlyTaps) request_tap(k);
         }
     }
+    // A 128th of the weights to the L2 cache, for everybody
+    if (warp == 8 && blockIdx.x < 128 && elect()) prefetch(g.weights + blockIdx.x * (kF * kDepth / 128), kWeightBytes / 128);
+    if (warp == 1 && lane < 8) asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(zeros + lane * 16), "r"(0) : "memory");
     __syncthreads();
-    const int m0 = warp * 16;
-    int row, slot, n, place, ready, last, unused;
-    long long offset[2];  // of the two rows of the accumulators that this lane holds
-    UNROLL for (int i = 0; i < 2; ++i) {
-        const bool valid = tile.pixel_of(g, m0 + lane / 4 + i * 8, row, slot, n, place);
-        offset[i] = valid ? static_cast<long long>(n * g.plane + place) * kF : -1;
-    }
-    tile.pixel_of(g, group * 64, ready, unused, n, place), tile.pixel_of(g, group * 64 + 63, last, unused, n, place);
-    tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
-
+    const int m0 = warp * 16, pixel = min(first + m0 + lane % 16, g.total - 1), place = pixel - g.by_plane(pixel) * g.plane;
+    const int row = g.by_w(place), column = place - row * g.w;
+    const bool at_left = column == 0, at_right = column == g.w - 1, at_top = row == 0, at_bottom = row == g.h - 1;
+    int ready = group * 64 / kChunk;
     unsigned a[kLead][4][4];  // the A operand of some taps: 16 pixels by 64 channels for a warp
     const auto load_a = [&](unsigned (&to)[4][4], int tap) {
-        if (tap % 3 == 0) LOOP for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
-        const unsigned address = chunk_address(image, slot + tap / 3 * g.pitch + tap % 3, lane);
+        const int dy = tap / 3, dx = tap % 3, last = (group * 64 + 65 + dy * g.pitch) / kChunk;
+        if (dx == 0) LOOP for (; ready <= last; ++ready) barrier_wait(chunk_bars + ready * 8);
+        const int slot = m0 + lane % 16 + dy * g.pitch + dx;
+        const bool outside = (dy == 0 && at_top) || (dy == 2 && at_bottom) || (dx == 0 && at_left) || (dx == 2 && at_right);
+        // The 16-byte chunk that this lane addresses: 16 channels of a row of the A operand
+        const unsigned address = (outside ? zeros : image + slot * 128) + ((lane / 16 ^ (slot & 7)) << 4);
         UNROLL for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
     };
+    const int out = first + m0 + lane / 4;  // the pixel of this lane's first accumulators; the others are 8 pixels on
     float d[64];
     load_a(a[0], 0);
-    // The other taps when the rows are there, which they would delay; one at a time by a thread of each warpgroup
+    // The other taps beside the products; one at a time by a thread of each warpgroup
     const auto request_next = [&](int round) {
         const int tap = kEarlyTaps + round * 3 + group;
-        if (tap < 9 && lane == 0 && warp % 4 == 0) request_tap(tap);
+        if (tap < 9 && warp % 4 == 0 && elect()) request_tap(tap);
         __syncwarp();
     };
-    request_next(0);
     // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
     const auto products = [&](auto half, int tap) {
         const unsigned long long b = (weights + tap * kTapBytes + half.value * 64 * 128) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
@@ -265,10 +238,11 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         settle<half.value * 32, half.value * 32 + 32>(d);
         UNROLL for (int j = half.value * 32; j < half.value * 32 + 32; j += 16)
             UNROLL for (int i = 0; i < 4; i += 2)
-                if (offset[i / 2] >= 0)
-                    *reinterpret_cast<uint4 *>(g.y + offset[i / 2] + j * 2 + lane % 4 * 8) =
+                if (out + i * 4 < g.total)
+                    *reinterpret_cast<uint4 *>(g.y + static_cast<long long>(out + i * 4) * kF + j * 2 + lane % 4 * 8) =
                         make_uint4(pack(d[j + i], d[j + i + 1]), pack(d[j + i + 4], d[j + i + 5]),
                                    pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
+        __syncwarp();
     };
     // The second 64 filters wait in the last kLead taps, so that the first are stored beside their products.
     UNROLL for (int tap = 0; tap < 9; ++tap) {
@@ -277,7 +251,7 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         products(Constant<0>(), tap);
         if (tap < 9 - kLead) products(Constant<1>(), tap);
         wgmma_commit();
-        if (tap < 2) request_next(tap + 1);
+        if (tap < 2) request_next(tap);
         if (tap < 8) load_a(a[(tap + 1) % kLead], tap + 1);  // its last reader, tap - 3, is done
         wgmma_wait<1>();
     }
@@ -313,36 +287,37 @@ conv_nchw(const __grid_constant__ Geometry g) {
         copy_commit();
     };
     // The position of the tile's output pixel o
-    const auto position = [&](int o) { return g.exact ? o + g.by_plane(o) * g.w : o; };
+    const auto position = [&](int o) { return kFlat && g.exact ? o + g.by_plane(o) * g.w : o; };
 
-    if (g.total > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
+    if (g.plane > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
+    // Where blocks of 8 input pixels are in an image's first channel; negative: zeros. Bit 0: at the left edge; bit 1: at the right.
+    int *const table = reinterpret_cast<int *>(smem + kTableAt);
+    const int first_pixel = kFlat ? blockIdx.x * kSpan : 0, start = position(first_pixel);
+    if (kFlat && thread < kTable) {
+        const int q = start + (thread - 1) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
+        const int n = g.by_rows(max(r - 2, 0)), h = r - 2 - n * (g.h + 1);
+        const bool inside = r >= 2 && n < g.n && h < g.h && thread - 1 <= g.blocks;
+        table[thread] = (inside ? n * kC * g.plane + h * g.w + column : -8) | (column == 0) | (column == g.w - 8) << 1;
+    }
     __syncthreads();
     // A warpgroup brings every other group of 16 channels; this thread's channel of them, and its blocks first + 8 i of 8 input pixels.
-    const int group = warp / 4, channel = thread % 128 / 8, first = thread % 8 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
+    const int group = warp / 4, channel = thread % 128 / 8, first = thread % 8 - 1, blocks = g.blocks;
     const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
-    int offset[6];             // in the image's first channel; -1: zeros
-    bool at_left[6], at_right[6];
-    UNROLL for (int i = 0; i < 6; ++i) {
-        const int q = start + (first + 8 * i) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
-        const int n = g.by_rows(max(r - 2, 0)), h = r - 2 - n * (g.h + 1);
-        offset[i] = kFlat && r >= 2 && n < g.n && h < g.h && first + 8 * i <= blocks ? n * kC * g.plane + h * g.w + column : -1;
-        at_left[i] = column == 0, at_right[i] = column == g.w - 8;
-    }
+    int from[6];
+    UNROLL for (int i = 0; i < 6; ++i) from[i] = kFlat ? table[thread % 8 + 8 * i] : -8;
     uint4 v[6];
     const auto load = [&](int j) {
         UNROLL for (int i = 0; i < 6; ++i)
-            v[i] = offset[i] >= 0 ? load_pixels(g.x + offset[i] + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
+            v[i] = from[i] >= 0 ? load_pixels(g.x + (from[i] & ~7) + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
     };
     const auto fill = [&](int j, int i) {
         const unsigned last = i > 0 && thread % 8 == 7 ? v[i > 0 ? i - 1 : 0].w : v[i].w;
         const unsigned next = i < 5 && thread % 8 == 0 ? v[i < 5 ? i + 1 : 5].x : v[i].x;
         unsigned before = __shfl_sync(~0u, last, thread - 1 & 7, 8), after = __shfl_sync(~0u, next, thread + 1 & 7, 8);
-        if (at_left[i]) before = 0;
-        if (at_right[i]) after = 0;
+        before = from[i] & 1 ? 0 : before, after = from[i] & 2 ? 0 : after;
         const auto join = [](unsigned low, unsigned high) { return __byte_perm(low, high, 0x5432); };
         const unsigned xy = join(v[i].x, v[i].y), yz = join(v[i].y, v[i].z), zw = join(v[i].z, v[i].w);
-        if (first + 8 * i < 0 || first + 8 * i >= blocks) return;
-        unsigned char *const at = smem + to + 8 * i * kBlockPitch + j * 3 * kCopyBytes;
+        unsigned char *const at = smem + to + 8 * i * kBlockPitch + j * 3 * kCopyBytes;  // no branch: there is room for blocks that are not used
         *reinterpret_cast<uint4 *>(at) = make_uint4(join(before, v[i].x), xy, yz, zw);
         *reinterpret_cast<uint4 *>(at + kCopyBytes) = v[i];
         *reinterpret_cast<uint4 *>(at + 2 * kCopyBytes) = make_uint4(xy, yz, zw, join(v[i].w, after));
@@ -350,6 +325,7 @@ conv_nchw(const __grid_constant__ Geometry g) {
     const auto filled = [&](int j) {
         fence_proxy(), __syncwarp();
         if (lane == 0) barrier_arrive(bars + j * 8);
+        __syncwarp();
     };
     unsigned a[2][9][4];
     const auto load_a = [&](int j, int half) {  // of filters lane / 4 + 8 half
@@ -363,18 +339,18 @@ conv_nchw(const __grid_constant__ Geometry g) {
     };
 
     if constexpr (kFlat) load(group);
-    fetch(1);
+    if (g.plane > 0) fetch(1);  // a branch: without one the compiler moves it before the loads of x
     if constexpr (kFlat) {
         UNROLL for (int i = 0; i < 6; ++i) fill(group, i);
         filled(group);
         load(group + 2);
     } else {  // a rectangle, element by element
-        const Tile<false> tile(g);
+        const Rectangle tile(g);
         for (int e = thread; e < 12 * 16 * blocks; e += 256) {
             const int copy = e / (16 * blocks), c = e / blocks % 16, b = e % blocks, h = tile.p + b / 4 - 1;
             __half pixels[8];
             UNROLL for (int i = 0; i < 8; ++i) {
-                const int w = tile.column + b % 4 * 8 + i + copy % 3;
+                const int w = tile.q - 1 + b % 4 * 8 + i + copy % 3;
                 const bool inside = h >= 0 && h < g.h && w >= 0 && w < g.w;
                 pixels[i] = inside ? g.x[static_cast<long long>(tile.n * kC + copy / 3 * 16 + c) * g.plane + h * g.w + w] : __half(0.0f);
             }
@@ -391,7 +367,7 @@ conv_nchw(const __grid_constant__ Geometry g) {
     float d[kSpan / 2];
     const unsigned row_bytes = g.blocks_w * kBlockPitch;
     // Where the columns 0 to 127 and 128 to 191 of the product are: a tile may cross into the next image after 64 or 128 pixels.
-    const int second = position(blockIdx.x * kSpan + 64) - start, third = position(blockIdx.x * kSpan + 128) - start;
+    const int second = position(first_pixel + 64) - start, third = position(first_pixel + 128) - start;
     const int first_part = second == 64 ? 0 : second, last_part = second == 64 ? third : 0;
     // N-major, no swizzle: blocks of 8 channels by 8 pixels lie 128 bytes apart in K and kBlockPitch apart in N
     const auto b_of = [&](int part, int j, int tap) {
@@ -419,9 +395,15 @@ conv_nchw(const __grid_constant__ Geometry g) {
         }
         wgmma_commit();
     }
-    // The last 16 channels of the columns 128 to 191, while the others are stored
-    UNROLL for (int tap = 0; tap < 9; ++tap) wgmma_64<1, 64>(d, a[1][tap], b_of(last_part, 3, tap), 1);
-    wgmma_commit();
+    // The last 16 channels of the columns 128 to 191, while the others are stored: a warp with three or four products under way waits
+    // before it can start another, so the stores lie between them.
+    const auto last_products = [&](int from_tap, int to_tap) {
+        wgmma_fence();
+        UNROLL for (int tap = 0; tap < 9; ++tap)
+            if (tap >= from_tap && tap < to_tap) wgmma_64<1, 64>(d, a[1][tap], b_of(last_part, 3, tap), 1);
+        wgmma_commit();
+    };
+    last_products(0, kFlat ? 4 : 9);
 
     unsigned char *const stage = smem + warp * kWarpBytes;  // [filter][pixel] of this warp, where its weights were
     const unsigned row = shared_address(stage) + lane % 16 * kStagePitch + lane / 16 * 16;
@@ -439,25 +421,28 @@ conv_nchw(const __grid_constant__ Geometry g) {
             return n < g.n && h < g.h ? (n * kF + filter) * g.plane + h * g.w + q - r * g.w : -1;
         };
         const int place = place_of(start + first_part + lane % 16 * 8), last_place = place_of(start + last_part + lane % 8 * 8);
-        const auto store = [&](auto filters, int at, int chunk) {
+        const auto store = [&](auto filters, int at, int chunk, int from_filter, int to_filter) {
             const int own = lane * filters.value / 32;
             if (at >= 0)
-                UNROLL for (int f = 0; f < 16; f += filters.value)
+                UNROLL for (int f = from_filter; f < to_filter; f += filters.value)
                     *reinterpret_cast<uint4 *>(g.y + at + (own + f) * g.plane) =
                         *reinterpret_cast<const uint4 *>(stage + (own + f) * kStagePitch + chunk * 16);
+            __syncwarp();
         };
         wgmma_wait<1>(), settle<0, 64>(d);
         if (warp < 4) turn_pass();
-        put(0, 16), store(Constant<2>(), place, lane % 16);
+        put(0, 16), last_products(4, 6);
+        store(Constant<2>(), place, lane % 16, 0, 8), last_products(6, 9);
+        store(Constant<2>(), place, lane % 16, 8, 16);
         wgmma_wait<0>(), settle<64, 96>(d);
-        put(16, kBlocks), store(Constant<4>(), last_place, 16 + lane % 8);
+        put(16, kBlocks), store(Constant<4>(), last_place, 16 + lane % 8, 0, 16);
     } else {
         wgmma_wait<0>(), settle<0, 96>(d);
         if (warp < 4) turn_pass();
-        const Tile<false> tile(g);
+        const Rectangle tile(g);
         put(0, kBlocks);
         if (lane >= kBlocks || tile.n >= g.n || tile.p + lane / 4 >= g.h) return;
-        const int place = (tile.p + lane / 4) * g.w + tile.column + 1 + lane % 4 * 8, width = min(g.w - tile.column - 1 - lane % 4 * 8, 8);
+        const int place = (tile.p + lane / 4) * g.w + tile.q + lane % 4 * 8, width = min(g.w - tile.q - lane % 4 * 8, 8);
         __half *const y = g.y + static_cast<long long>(tile.n * kF + filter) * g.plane + place;
         for (int f = 0; f < 16; ++f)
             for (int i = 0; i < width; ++i)
@@ -494,6 +479,65 @@ bool has_strides(const klineage_tensor &t, bool channels_last) {
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
+// Lets a kernel use that much shared memory, once for each thread and device.
+template <typename Kernel>
+cudaError_t prepare(Kernel kernel, int bytes, int &prepared) {
+    int device = -1;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess && device != prepared) {
+        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        if (status == cudaSuccess) prepared = device;
+    }
+    return status;
+}
+
+int launch_nhwc(const klineage_call *call, int n, int h, int w) {
+    Pixels g = {};
+    g.weights = static_cast<const __half *>(call->inputs[1].data), g.y = static_cast<__half *>(call->outputs[0].data);
+    g.h = h, g.w = w, g.plane = h * w, g.total = n * h * w;
+    g.wide = kTile + 2 * w + 2 > kMaxChunks * kChunk;
+    g.pitch = g.wide ? 3 * kChunk : w, g.chunks = g.wide ? kMaxChunks : divide_up(kTile + 2 * w + 2, kChunk);
+    g.by_plane = Divider(g.plane), g.by_w = Divider(w);
+    CUtensorMap x_map, w_map;
+    constexpr cuuint64_t filter = kDepth * 2, pixel = kC * 2;
+    // Filter 32 g + 8 t + 2 j + b goes to row 32 g + 8 j + 2 t + b, so that lane t of a quad holds 8 neighbours
+    const cuuint64_t order[] = {filter, 8 * filter, 2 * filter, 32 * filter}, pixels = g.total;
+    const bool made = encode<2>(&x_map, call->inputs[0].data, {kC, pixels}, &pixel, {kC, kChunk}, CU_TENSOR_MAP_SWIZZLE_128B) &&
+                      encode<5>(&w_map, g.weights, {kDepth, 2, 4, 4, 4}, order, {kC, 2, 4, 4, 4}, CU_TENSOR_MAP_SWIZZLE_128B);
+    KLINEAGE_REQUIRE(call, made, "conv2d: no tensor map");
+    static thread_local int prepared = -1;
+    cudaError_t status = prepare(conv_nhwc, kSharedBytes, prepared);
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    conv_nhwc<<<divide_up(g.total, kTile), 384, kSharedBytes, static_cast<cudaStream_t>(call->stream)>>>(x_map, w_map, g);
+    status = cudaGetLastError();
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}
+
+int launch_nchw(const klineage_call *call, int n, int h, int w) {
+    Geometry g = {};
+    g.x = static_cast<const __half *>(call->inputs[0].data), g.weights = static_cast<const __half *>(call->inputs[1].data);
+    g.y = static_cast<__half *>(call->outputs[0].data);
+    g.n = n, g.h = h, g.w = w, g.plane = h * w, g.blocks_w = w / 8;
+    g.exact = g.plane % 64 == 0 && g.plane >= kSpan && kBlocks + 3 * g.blocks_w <= kMaxBlocks, g.blocks = kBlocks + (2 + g.exact) * g.blocks_w;
+    g.by_plane = Divider(g.plane), g.by_w = Divider(w), g.by_rows = Divider(h + 1);
+    static thread_local int prepared[2] = {-1, -1};
+    const bool flat = w % 8 == 0 && g.blocks <= kMaxBlocks;
+    int tiles = divide_up(g.exact ? n * g.plane : (n * (h + 1) - 1) * w, kSpan);
+    if (!flat) {
+        g.tile_h = 6, g.tile_w = 32, g.blocks_w = 4, g.blocks = kBlocks + 8, g.exact = 0;
+        g.tiles_w = divide_up(w, g.tile_w), g.tiles = g.tiles_w * divide_up(h, g.tile_h), tiles = n * g.tiles;
+        g.by_tiles_w = Divider(g.tiles_w), g.by_tiles = Divider(g.tiles);
+    }
+    const auto kernel = flat ? conv_nchw<true> : conv_nchw<false>;
+    cudaError_t status = prepare(kernel, kNchwSharedBytes, prepared[flat]);
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    kernel<<<tiles, 256, kNchwSharedBytes, static_cast<cudaStream_t>(call->stream)>>>(g);
+    status = cudaGetLastError();
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}
+
 }  // namespace
 
 extern "C" int run(const klineage_call *call) {
@@ -515,42 +559,5 @@ extern "C" int run(const klineage_call *call) {
     const bool nhwc = has_strides(x, true) && has_strides(w, true) && has_strides(y, true);
     KLINEAGE_REQUIRE(call, nhwc || (has_strides(x, false) && has_strides(w, false) && has_strides(y, false)),
                      "conv2d: x, w and y must all be contiguous or all channels_last");
-    Geometry g = {};
-    g.x = static_cast<const __half *>(x.data), g.y = static_cast<__half *>(y.data);
-    g.n = n, g.h = h, g.w = width, g.plane = h * width, g.total = n * h * width;
-    const int rows = (g.w + kTile - 2) / g.w + 3 + (g.plane + kTile - 2) / g.plane;  // at most, when tiles are flat
-    int tiles;
-    g.weights = static_cast<const __half *>(w.data), g.pitch = divide_up(g.w + 2, 8) * 8, g.box_w = g.w + 2, g.blocks_w = g.w / 8;
-    g.exact = g.plane % 64 == 0 && g.plane >= kSpan && kBlocks + 3 * g.blocks_w <= kMaxBlocks, g.blocks = kBlocks + (2 + g.exact) * g.blocks_w;
-    const bool flat = nhwc ? g.w <= 254 && rows <= kMaxRows && rows * g.pitch <= kSlots : g.w % 8 == 0 && g.blocks <= kMaxBlocks;
-    if (flat) {
-        tiles = nhwc ? divide_up(g.total, kTile) : divide_up(g.exact ? g.total : (g.n * (g.h + 1) - 1) * g.w, kSpan);
-    } else {
-        g.tile_h = nhwc ? 12 : 6, g.tile_w = nhwc ? 16 : 32, g.pitch = 24, g.box_w = 18, g.blocks_w = 4, g.blocks = kBlocks + 8, g.exact = 0;
-        g.tiles_w = divide_up(g.w, g.tile_w), g.tiles = g.tiles_w * divide_up(g.h, g.tile_h), tiles = g.n * g.tiles;
-        g.by_tile_w = Divider(g.tile_w), g.by_tiles_w = Divider(g.tiles_w), g.by_tiles = Divider(g.tiles);
-    }
-    g.by_plane = Divider(g.plane), g.by_w = Divider(g.w), g.by_rows = Divider(g.h + 1);
-    CUtensorMap x_map, w_map;
-    constexpr cuuint64_t filter = kDepth * 2;
-    const cuuint64_t pixel = kC * 2, w64 = width, h64 = h, n64 = n;
-    const cuuint64_t x_strides[] = {pixel, pixel * w64, pixel * w64 * h64}, order[] = {filter, 8 * filter, 2 * filter, 32 * filter};
-    // NHWC: filter 32 g + 8 t + 2 j + b goes to row 32 g + 8 j + 2 t + b, so that lane t of a quad holds 8 neighbours
-    const bool made = !nhwc || (encode<4>(&x_map, x.data, {kC, w64, h64, n64}, x_strides, {kC, g.box_w + 0u, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B) &&
-                                encode<5>(&w_map, w.data, {kDepth, 2, 4, 4, 4}, order, {kC, 2, 4, 4, 4}, CU_TENSOR_MAP_SWIZZLE_128B));
-    KLINEAGE_REQUIRE(call, made, "conv2d: no tensor map");
-
-    static thread_local int prepared = -1;  // the device on which the kernels may use that much shared memory
-    int device;
-    if (cudaGetDevice(&device) == cudaSuccess && device != prepared) {
-        for (auto kernel : {conv_nhwc<true>, conv_nhwc<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-        for (auto kernel : {conv_nchw<true>, conv_nchw<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNchwSharedBytes);
-        prepared = device;
-    }
-    const auto stream = static_cast<cudaStream_t>(call->stream);
-    if (nhwc) (flat ? conv_nhwc<true> : conv_nhwc<false>)<<<tiles, 384, kSharedBytes, stream>>>(x_map, w_map, g);
-    else (flat ? conv_nchw<true> : conv_nchw<false>)<<<tiles, 256, kNchwSharedBytes, stream>>>(g);
-    const cudaError_t status = cudaGetLastError();
-    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
-    return 0;
+    return nhwc ? launch_nhwc(call, n, h, width) : launch_nchw(call, n, h, width);
 }

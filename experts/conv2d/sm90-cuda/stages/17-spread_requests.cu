@@ -1,0 +1,546 @@
+// Stage 17, adds spread_requests: the pixels of a flat tile and the weights are asked for before their addresses are computed (NHWC, to
+// the L2 cache), the taps by one thread of each warpgroup in turn; in NCHW each warpgroup brings every other group of channels.
+//
+// Preconditions: a tile's pixels follow each other in memory (NHWC); as many warpgroups as groups of channels under way.
+// Risks here: a prefetch beyond the end of the tensor; barriers that count the arrivals of one warpgroup instead of two; requests that
+// delay the ones needed first.
+// Predicted gain: 1.05x in NHWC.
+#include <cuda.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "klineage.h"
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define LOOP _Pragma("unroll 1")
+
+namespace {
+
+constexpr int kC = 64, kF = 128, kDepth = kC * 9;                // K of the implicit GEMM
+constexpr int kTile = 192;                                       // output pixels of a block: 64 per warpgroup
+constexpr int kWeightBytes = kF * kDepth * 2;
+constexpr int kTapBytes = kWeightBytes / 9;                      // NHWC: one tap, 128 filters x 64 channels
+constexpr int kSlots = 625, kMaxRows = 80;                       // NHWC: input pixels, input rows of a tile
+constexpr int kImageAt = kWeightBytes, kBarriersAt = kImageAt + kSlots * 128;
+constexpr int kSpan = 192, kBlocks = kSpan / 8, kMaxBlocks = 46;  // NCHW: output pixels of a block; blocks of 8 input pixels
+constexpr int kBlockPitch = 272;                                 // bytes of 8 pixels of 16 channels, and a pad for the banks
+constexpr int kCopyBytes = kMaxBlocks * kBlockPitch;             // 16 channels of an input tile; three of them, shifted by a pixel each
+constexpr int kWarpBytes = 2 * 16 * 288;                         // twice 16 channels of the weights of 16 filters
+constexpr int kStagePitch = 400;                                 // epilogue: bytes of kSpan pixels, and a pad for the banks
+constexpr int kNchwImageAt = 8 * kWarpBytes, kNchwBarriersAt = kNchwImageAt + 12 * kCopyBytes;
+constexpr int kNchwSharedBytes = 1024 + kNchwBarriersAt + 4 * 8;
+constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxRows + 9) * 8;
+constexpr int kEarlyTaps = 2;                                    // NHWC: taps requested together with x
+constexpr int kLead = 4;                                         // NHWC: taps by which the first 64 filters are ahead at the end
+static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448 && 16 * kStagePitch <= kWarpBytes, "shared memory of one block");
+
+struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a shift
+    unsigned multiplier = 0, shift = 0;
+    Divider() = default;
+    explicit Divider(int d) {
+        while (1u << shift < static_cast<unsigned>(d)) ++shift;
+        multiplier = static_cast<unsigned>(((1ull << (31 + shift)) + d - 1) / d);
+    }
+    DEVICE int operator()(int n) const { return static_cast<int>(__umulhi(2u * n, multiplier) >> shift); }
+};
+
+// A tile is kTile consecutive output pixels (kFlat), or a rectangle tile_h x tile_w of one image. Input rows lie
+// `pitch` pixels of 128 bytes apart in shared memory. Rows are counted through all images, h + 1 of them for each:
+// row n * (h + 1) is the row of zeros above image n, and below image n - 1.
+struct Geometry {
+    const __half *x, *weights;
+    __half *y;
+    int n, h, w, plane, total, tile_h, tile_w, tiles_w, tiles, pitch, box_w, blocks_w, blocks, exact;
+    Divider by_plane, by_w, by_rows, by_tile_w, by_tiles_w, by_tiles;
+};
+
+template <bool kFlat>
+struct Tile {
+    int n, p, column;  // rectangle: image, first output row and the input column of slot 0; otherwise column = -1
+    int first_row, rows;
+
+    DEVICE explicit Tile(const Geometry &g) : n(0), p(0), column(-1) {
+        const int tile = blockIdx.x;
+        if constexpr (kFlat) {
+            const int first = min(tile * kTile, g.total - 1), last = min(tile * kTile + kTile, g.total) - 1;
+            const int first_n = g.by_plane(first), last_n = g.by_plane(last);
+            first_row = first_n * (g.h + 1) + g.by_w(first - first_n * g.plane);
+            rows = last_n * (g.h + 1) + g.by_w(last - last_n * g.plane) + 3 - first_row;
+        } else {
+            n = g.by_tiles(tile);
+            const int inside = tile - n * g.tiles, band = g.by_tiles_w(inside);
+            p = band * g.tile_h, column = (inside - band * g.tiles_w) * g.tile_w - 1;
+            first_row = n * (g.h + 1) + p, rows = g.tile_h + 2;
+        }
+    }
+    // Input row i of the tile; h = -1 or g.h is a row of zeros.
+    DEVICE void row_of(const Geometry &g, int i, int &image, int &h) const {
+        image = kFlat ? g.by_rows(first_row + i) : n;
+        h = first_row + i - image * (g.h + 1) - 1;
+    }
+    // Output pixel m of the tile: the slot of its upper left input pixel, its image and its place in that; false: none.
+    DEVICE bool pixel_of(const Geometry &g, int m, int &row, int &slot, int &image, int &place) const {
+        int q;
+        bool valid;
+        if constexpr (kFlat) {
+            const int pixel = min(static_cast<int>(blockIdx.x) * kTile + m, g.total - 1);
+            valid = pixel == static_cast<int>(blockIdx.x) * kTile + m;
+            image = g.by_plane(pixel), place = pixel - image * g.plane;
+            const int r = g.by_w(place);
+            q = place - r * g.w, row = image * (g.h + 1) + r - first_row;
+        } else {
+            row = g.by_tile_w(m), q = m - row * g.tile_w + column + 1;
+            image = n, place = (p + row) * g.w + q;
+            valid = n < g.n && p + row < g.h && q < g.w;
+        }
+        slot = row * g.pitch + q - column - 1;
+        return valid;
+    }
+};
+
+DEVICE unsigned shared_address(const void *p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+DEVICE void barrier_init(unsigned bar, int count) { asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory"); }
+DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void fence_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void barrier_arrive(unsigned bar) { asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory"); }
+DEVICE void barrier_expect(unsigned bar, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(unsigned bar) {  // every barrier completes once
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], 0;\n@!done bra again;\n}" ::"r"(bar) : "memory");
+}
+DEVICE void prefetch(const void *from, unsigned bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
+DEVICE void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+#define BULK_LOAD(dims) "cp.async.bulk.tensor." dims ".shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
+DEVICE void load_row(unsigned to, const CUtensorMap *map, unsigned bar, int w, int h, int n) {
+    asm volatile(BULK_LOAD("4d") "{%2, %3, %4, %5}], [%6];" ::"r"(to), "l"(map), "r"(0), "r"(w), "r"(h), "r"(n), "r"(bar) : "memory");
+}
+DEVICE void load_tap(unsigned to, const CUtensorMap *map, unsigned bar, int k) {
+    asm volatile(BULK_LOAD("5d") "{%2, %3, %3, %3, %3}], [%4];" ::"r"(to), "l"(map), "r"(k), "r"(0), "r"(bar) : "memory");
+}
+DEVICE void copy_async(unsigned to, const void *from) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending> DEVICE void copy_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory"); }
+DEVICE void ldmatrix(unsigned (&a)[4], unsigned address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(address) : "memory");
+}
+DEVICE void stmatrix(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+DEVICE uint4 load_pixels(const __half *p) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+DEVICE unsigned pack(float low, float high) {
+    const __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<const unsigned &>(v);
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+// d[64 x 128] += a[64 x 16] b[16 x 128], the first columns of d: a in registers, b N-major in shared memory without swizzle.
+DEVICE void wgmma_first(float (&d)[96], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
+        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1;\n}"
+        : D16(0), D16(16), D16(32), D16(48)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+// d[64 x 64] += a[64 x 16] b[16 x 64], the columns of d whose accumulators start at kFirst; b K-major or N-major.
+template <int kNMajor, int kFirst, int kSize>
+DEVICE void wgmma_64(float (&d)[kSize], const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
+        : D16(kFirst), D16(kFirst + 16)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kNMajor));
+}
+
+DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending> DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+// After a wait that leaves other products under way: no use of these accumulators moves before it.
+template <int kFrom, int kTo, int kSize> DEVICE void settle(float (&d)[kSize]) {
+    UNROLL for (int i = kFrom; i < kTo; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+DEVICE void turn_wait() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+DEVICE void turn_pass() { asm volatile("bar.arrive 1, 256;" ::: "memory"); }
+
+template <int kValue> struct Constant { static constexpr int value = kValue; };
+
+// The 16-byte chunk of an input pixel that a lane addresses for ldmatrix: 16 channels of a row of the A operand.
+DEVICE unsigned chunk_address(unsigned image, int slot, int lane) {
+    return image + slot * 128 + ((lane / 16 ^ (slot & 7)) << 4);
+}
+
+template <bool kFlat>
+__global__ void __launch_bounds__(384, 1)
+conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Geometry g) {
+    extern __shared__ unsigned char raw[];
+    const unsigned weights = (shared_address(raw) + 1023) & ~1023u, image = weights + kImageAt;
+    const unsigned row_bars = weights + kBarriersAt, tap_bars = row_bars + kMaxRows * 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 4;
+    if (threadIdx.x == 0) prefetch(&x_map);
+    // On their way from memory while the addresses are computed: the tile's pixels, and a 128th of the weights for everybody
+    if (kFlat && threadIdx.x == 96) {
+        const int first = static_cast<int>(blockIdx.x) * kTile, from = max(first - g.w - 1, 0), to = min(first + kTile + g.w + 1, g.total);
+        prefetch(g.x + from * kC, (to - from) * kC * 2);
+    }
+    if (threadIdx.x == 128 && blockIdx.x < 128) prefetch(g.weights + blockIdx.x * (kF * kDepth / 128), kWeightBytes / 128);
+    const auto request_tap = [&](int tap) {
+        barrier_expect(tap_bars + tap * 8, kTapBytes);
+        load_tap(weights + tap * kTapBytes, &w_map, tap_bars + tap * 8, tap * kC);
+    };
+    if (threadIdx.x == 352) {
+        UNROLL for (int tap = 0; tap < 9; ++tap) barrier_init(tap_bars + tap * 8, 1);
+        fence_barrier_init();
+        UNROLL for (int tap = 0; tap < kEarlyTaps; ++tap) request_tap(tap);
+    }
+    const Tile<kFlat> tile(g);
+    if (lane == 0) {  // the rows of x at once; a warp requests what it has made a barrier for
+        LOOP for (int i = warp; i < tile.rows; i += 12) {
+            barrier_init(row_bars + i * 8, 1), fence_barrier_init();
+            int n, h;
+            tile.row_of(g, i, n, h);
+            barrier_expect(row_bars + i * 8, g.box_w * 128);
+            load_row(image + i * g.pitch * 128, &x_map, row_bars + i * 8, tile.column, h, n);
+        }
+    }
+    __syncthreads();
+    const int m0 = warp * 16;
+    int row, slot, n, place, ready, last, unused;
+    long long offset[2];  // of the two rows of the accumulators that this lane holds
+    UNROLL for (int i = 0; i < 2; ++i) {
+        const bool valid = tile.pixel_of(g, m0 + lane / 4 + i * 8, row, slot, n, place);
+        offset[i] = valid ? static_cast<long long>(n * g.plane + place) * kF : -1;
+    }
+    tile.pixel_of(g, group * 64, ready, unused, n, place), tile.pixel_of(g, group * 64 + 63, last, unused, n, place);
+    tile.pixel_of(g, m0 + lane % 16, row, slot, n, place);
+
+    unsigned a[kLead][4][4];  // the A operand of some taps: 16 pixels by 64 channels for a warp
+    const auto load_a = [&](unsigned (&to)[4][4], int tap) {
+        if (tap % 3 == 0) LOOP for (; ready <= last + tap / 3; ++ready) barrier_wait(row_bars + ready * 8);
+        const unsigned address = chunk_address(image, slot + tap / 3 * g.pitch + tap % 3, lane);
+        UNROLL for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
+    };
+    float d[64];
+    load_a(a[0], 0);
+    // The other taps when the rows are there, which they would delay; one at a time by a thread of each warpgroup
+    const auto request_next = [&](int round) {
+        const int tap = kEarlyTaps + round * 3 + group;
+        if (tap < 9 && lane == 0 && warp % 4 == 0) request_tap(tap);
+        __syncwarp();
+    };
+    request_next(0);
+    // K-major, 128-byte swizzle: groups of 8 filters lie 1,024 bytes apart
+    const auto products = [&](auto half, int tap) {
+        const unsigned long long b = (weights + tap * kTapBytes + half.value * 64 * 128) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
+        UNROLL for (int j = 0; j < 4; ++j) wgmma_64<0, half.value * 32>(d, a[tap % kLead][j], b + 2 * j, tap + j > 0);
+    };
+    // The filters lie in shared memory in such an order that a lane holds 8 neighbours: 16 bytes of the output.
+    const auto store = [&](auto half) {
+        settle<half.value * 32, half.value * 32 + 32>(d);
+        UNROLL for (int j = half.value * 32; j < half.value * 32 + 32; j += 16)
+            UNROLL for (int i = 0; i < 4; i += 2)
+                if (offset[i / 2] >= 0)
+                    *reinterpret_cast<uint4 *>(g.y + offset[i / 2] + j * 2 + lane % 4 * 8) =
+                        make_uint4(pack(d[j + i], d[j + i + 1]), pack(d[j + i + 4], d[j + i + 5]),
+                                   pack(d[j + i + 8], d[j + i + 9]), pack(d[j + i + 12], d[j + i + 13]));
+    };
+    // The second 64 filters wait in the last kLead taps, so that the first are stored beside their products.
+    UNROLL for (int tap = 0; tap < 9; ++tap) {
+        barrier_wait(tap_bars + tap * 8);
+        wgmma_fence();
+        products(Constant<0>(), tap);
+        if (tap < 9 - kLead) products(Constant<1>(), tap);
+        wgmma_commit();
+        if (tap < 2) request_next(tap + 1);
+        if (tap < 8) load_a(a[(tap + 1) % kLead], tap + 1);  // its last reader, tap - 3, is done
+        wgmma_wait<1>();
+    }
+    wgmma_fence();
+    UNROLL for (int tap = 9 - kLead; tap < 9; ++tap) products(Constant<1>(), tap);
+    wgmma_commit();
+    wgmma_wait<1>(), store(Constant<0>());
+    wgmma_wait<0>(), store(Constant<1>());
+}
+
+// NCHW: the product is transposed, y[filter][pixel] = w[filter][k] x[k][pixel], so that x stays [channel][pixel]: B is
+// N-major, 8 pixels of a channel are 16 bytes. A shift by a row moves whole blocks of 8 pixels; a shift by a pixel does
+// not, so each group of 16 channels lies there three times. The weights come [filter][channel][tap] and go to A
+// registers: thread q of a quad takes channels 4 q to 4 q + 3, which the rows of B follow.
+// Positions are pixels counted through all images with a row of zeros below each: (n (h + 1) + row) w + column.
+template <bool kFlat>
+__global__ void __launch_bounds__(256, 1)
+conv_nchw(const __grid_constant__ Geometry g) {
+    extern __shared__ unsigned char raw[];
+    unsigned char *const smem = raw + (-shared_address(raw) & 1023);
+    const unsigned base = shared_address(smem), image = base + kNchwImageAt, bars = base + kNchwBarriersAt;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, filter = warp * 16;
+    if (thread == 0) {
+        for (int i = 0; i < 4; ++i) barrier_init(bars + i * 8, kFlat ? 4 : 8);
+        fence_barrier_init();
+    }
+    const auto fetch = [&](int quarter) {  // 16 channels of this warp's filters: 18 chunks of 16 bytes for each
+        const char *const from = reinterpret_cast<const char *>(g.weights + filter * kDepth) + quarter * 288;
+        const unsigned to = base + warp * kWarpBytes + quarter % 2 * (kWarpBytes / 2);
+        UNROLL for (int i = 0; i < 8; ++i)
+            copy_async(to + (lane / 16 + 2 * i) * 288 + lane % 16 * 16, from + (lane / 16 + 2 * i) * kDepth * 2 + lane % 16 * 16);
+        copy_async(to + lane / 2 * 288 + 256 + lane % 2 * 16, from + lane / 2 * kDepth * 2 + 256 + lane % 2 * 16);
+        copy_commit();
+    };
+    // The position of the tile's output pixel o
+    const auto position = [&](int o) { return g.exact ? o + g.by_plane(o) * g.w : o; };
+
+    if (g.total > 0) fetch(0);  // a branch: without one the compiler computes all addresses first
+    __syncthreads();
+    // A warpgroup brings every other group of 16 channels; this thread's channel of them, and its blocks first + 8 i of 8 input pixels.
+    const int group = warp / 4, channel = thread % 128 / 8, first = thread % 8 - 1, blocks = g.blocks, start = position(blockIdx.x * kSpan);
+    const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
+    int offset[6];             // in the image's first channel; -1: zeros
+    bool at_left[6], at_right[6];
+    UNROLL for (int i = 0; i < 6; ++i) {
+        const int q = start + (first + 8 * i) * 8 + g.w, r = g.by_w(q), column = q - r * g.w;  // two rows ahead
+        const int n = g.by_rows(max(r - 2, 0)), h = r - 2 - n * (g.h + 1);
+        offset[i] = kFlat && r >= 2 && n < g.n && h < g.h && first + 8 * i <= blocks ? n * kC * g.plane + h * g.w + column : -1;
+        at_left[i] = column == 0, at_right[i] = column == g.w - 8;
+    }
+    uint4 v[6];
+    const auto load = [&](int j) {
+        UNROLL for (int i = 0; i < 6; ++i)
+            v[i] = offset[i] >= 0 ? load_pixels(g.x + offset[i] + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
+    };
+    const auto fill = [&](int j, int i) {
+        const unsigned last = i > 0 && thread % 8 == 7 ? v[i > 0 ? i - 1 : 0].w : v[i].w;
+        const unsigned next = i < 5 && thread % 8 == 0 ? v[i < 5 ? i + 1 : 5].x : v[i].x;
+        unsigned before = __shfl_sync(~0u, last, thread - 1 & 7, 8), after = __shfl_sync(~0u, next, thread + 1 & 7, 8);
+        if (at_left[i]) before = 0;
+        if (at_right[i]) after = 0;
+        const auto join = [](unsigned low, unsigned high) { return __byte_perm(low, high, 0x5432); };
+        const unsigned xy = join(v[i].x, v[i].y), yz = join(v[i].y, v[i].z), zw = join(v[i].z, v[i].w);
+        if (first + 8 * i < 0 || first + 8 * i >= blocks) return;
+        unsigned char *const at = smem + to + 8 * i * kBlockPitch + j * 3 * kCopyBytes;
+        *reinterpret_cast<uint4 *>(at) = make_uint4(join(before, v[i].x), xy, yz, zw);
+        *reinterpret_cast<uint4 *>(at + kCopyBytes) = v[i];
+        *reinterpret_cast<uint4 *>(at + 2 * kCopyBytes) = make_uint4(xy, yz, zw, join(v[i].w, after));
+    };
+    const auto filled = [&](int j) {
+        fence_proxy(), __syncwarp();
+        if (lane == 0) barrier_arrive(bars + j * 8);
+    };
+    unsigned a[2][9][4];
+    const auto load_a = [&](int j, int half) {  // of filters lane / 4 + 8 half
+        unsigned in[18];  // 4 channels by 9 taps
+        const uint2 *const from = reinterpret_cast<const uint2 *>(
+            smem + warp * kWarpBytes + j % 2 * (kWarpBytes / 2) + (half * 8 + lane / 4) * 288 + lane % 4 * 72);
+        UNROLL for (int i = 0; i < 9; ++i) in[2 * i] = from[i].x, in[2 * i + 1] = from[i].y;
+        UNROLL for (int tap = 0; tap < 9; ++tap)
+            UNROLL for (int c = 0; c < 4; c += 2)
+                a[j % 2][tap][c + half] = __byte_perm(in[(c * 9 + tap) / 2], in[(c * 9 + 9 + tap) / 2], tap % 2 ? 0x5432 : 0x7610);
+    };
+
+    if constexpr (kFlat) load(group);
+    fetch(1);
+    if constexpr (kFlat) {
+        UNROLL for (int i = 0; i < 6; ++i) fill(group, i);
+        filled(group);
+        load(group + 2);
+    } else {  // a rectangle, element by element
+        const Tile<false> tile(g);
+        for (int e = thread; e < 12 * 16 * blocks; e += 256) {
+            const int copy = e / (16 * blocks), c = e / blocks % 16, b = e % blocks, h = tile.p + b / 4 - 1;
+            __half pixels[8];
+            UNROLL for (int i = 0; i < 8; ++i) {
+                const int w = tile.column + b % 4 * 8 + i + copy % 3;
+                const bool inside = h >= 0 && h < g.h && w >= 0 && w < g.w;
+                pixels[i] = inside ? g.x[static_cast<long long>(tile.n * kC + copy / 3 * 16 + c) * g.plane + h * g.w + w] : __half(0.0f);
+            }
+            __half2 *const at = reinterpret_cast<__half2 *>(smem + kNchwImageAt + copy * kCopyBytes + b * kBlockPitch +
+                                                            (c / 2 % 2 * 8 + c / 4 * 2 + c % 2) * 16);
+            UNROLL for (int i = 0; i < 4; ++i) at[i] = __halves2half2(pixels[2 * i], pixels[2 * i + 1]);
+        }
+        UNROLL for (int j = 0; j < 4; ++j) filled(j);
+    }
+    copy_wait<1>(), __syncwarp();
+    load_a(0, 0), load_a(0, 1);
+    barrier_wait(bars);
+
+    float d[kSpan / 2];
+    const unsigned row_bytes = g.blocks_w * kBlockPitch;
+    // Where the columns 0 to 127 and 128 to 191 of the product are: a tile may cross into the next image after 64 or 128 pixels.
+    const int second = position(blockIdx.x * kSpan + 64) - start, third = position(blockIdx.x * kSpan + 128) - start;
+    const int first_part = second == 64 ? 0 : second, last_part = second == 64 ? third : 0;
+    // N-major, no swizzle: blocks of 8 channels by 8 pixels lie 128 bytes apart in K and kBlockPitch apart in N
+    const auto b_of = [&](int part, int j, int tap) {
+        return (image + part / 8 * kBlockPitch + (j * 3 + tap % 3) * kCopyBytes + tap / 3 * row_bytes) >> 4 | 8ull << 16 |
+               static_cast<unsigned long long>(kBlockPitch >> 4) << 32;
+    };
+    UNROLL for (int j = 0; j < 4; ++j) {
+        if (j > 0) barrier_wait(bars + j * 8);
+        if (j == 3 && warp >= 4) turn_wait();  // the first warpgroup stores beside the products of the second
+        wgmma_fence();
+        UNROLL for (int tap = 0; tap < 9; ++tap) {
+            wgmma_first(d, a[j % 2][tap], b_of(first_part, j, tap), j + tap > 0);
+            if (j < 3) wgmma_64<1, 64>(d, a[j % 2][tap], b_of(last_part, j, tap), j + tap > 0);
+            if (j == 3) continue;
+            if (tap < 6 && j == 1 && kFlat) fill(group + 2, tap);
+            if (tap == 2) wgmma_commit();
+            if (tap == 5 && j == 1 && kFlat) filled(group + 2);
+            if (tap == 5) {
+                if (j > 0) wgmma_wait<1>();  // the A registers of the group before
+                copy_wait<0>(), __syncwarp();
+                load_a(j + 1, 0);
+                if (j < 2) fetch(j + 2);
+            }
+            if (tap == 7) load_a(j + 1, 1);
+        }
+        wgmma_commit();
+    }
+    // The last 16 channels of the columns 128 to 191, while the others are stored
+    UNROLL for (int tap = 0; tap < 9; ++tap) wgmma_64<1, 64>(d, a[1][tap], b_of(last_part, 3, tap), 1);
+    wgmma_commit();
+
+    unsigned char *const stage = smem + warp * kWarpBytes;  // [filter][pixel] of this warp, where its weights were
+    const unsigned row = shared_address(stage) + lane % 16 * kStagePitch + lane / 16 * 16;
+    const auto put = [&](int from, int to) {
+        UNROLL for (int b = from; b < to; b += 2)
+            stmatrix(row + b * 16, pack(d[b * 4], d[b * 4 + 1]), pack(d[b * 4 + 2], d[b * 4 + 3]), pack(d[b * 4 + 4], d[b * 4 + 5]),
+                     pack(d[b * 4 + 6], d[b * 4 + 7]));
+        __syncwarp();
+    };
+    if constexpr (kFlat) {
+        // Where 8 pixels of the first filter of this warp go; -1: nowhere. A lane has 8 of the columns 0 to 127 of every other filter,
+        // and 8 of the other columns of every fourth.
+        const auto place_of = [&](int q) {
+            const int r = g.by_w(q), n = g.by_rows(r), h = r - n * (g.h + 1);
+            return n < g.n && h < g.h ? (n * kF + filter) * g.plane + h * g.w + q - r * g.w : -1;
+        };
+        const int place = place_of(start + first_part + lane % 16 * 8), last_place = place_of(start + last_part + lane % 8 * 8);
+        const auto store = [&](auto filters, int at, int chunk) {
+            const int own = lane * filters.value / 32;
+            if (at >= 0)
+                UNROLL for (int f = 0; f < 16; f += filters.value)
+                    *reinterpret_cast<uint4 *>(g.y + at + (own + f) * g.plane) =
+                        *reinterpret_cast<const uint4 *>(stage + (own + f) * kStagePitch + chunk * 16);
+        };
+        wgmma_wait<1>(), settle<0, 64>(d);
+        if (warp < 4) turn_pass();
+        put(0, 16), store(Constant<2>(), place, lane % 16);
+        wgmma_wait<0>(), settle<64, 96>(d);
+        put(16, kBlocks), store(Constant<4>(), last_place, 16 + lane % 8);
+    } else {
+        wgmma_wait<0>(), settle<0, 96>(d);
+        if (warp < 4) turn_pass();
+        const Tile<false> tile(g);
+        put(0, kBlocks);
+        if (lane >= kBlocks || tile.n >= g.n || tile.p + lane / 4 >= g.h) return;
+        const int place = (tile.p + lane / 4) * g.w + tile.column + 1 + lane % 4 * 8, width = min(g.w - tile.column - 1 - lane % 4 * 8, 8);
+        __half *const y = g.y + static_cast<long long>(tile.n * kF + filter) * g.plane + place;
+        for (int f = 0; f < 16; ++f)
+            for (int i = 0; i < width; ++i)
+                y[f * g.plane + i] = *reinterpret_cast<const __half *>(stage + f * kStagePitch + lane * 16 + i * 2);
+    }
+}
+
+// A tensor map of halves; strides in bytes, of every dimension but the first.
+template <int kDims>
+bool encode(CUtensorMap *map, const void *data, const cuuint64_t (&shape)[kDims], const cuuint64_t *strides,
+            const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle) {
+    static void *const entry = [] {
+        void *found = nullptr;
+        cudaDriverEntryPointQueryResult result;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+        return found;
+    }();
+    const cuuint32_t step[5] = {1, 1, 1, 1, 1};
+    return entry && reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry)(
+        map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, kDims, const_cast<void *>(data), shape, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool has_strides(const klineage_tensor &t, bool channels_last) {
+    int64_t expected = 1;
+    const int nchw[4] = {3, 2, 1, 0}, nhwc[4] = {1, 3, 2, 0};
+    for (int i = 0; i < 4; ++i) {
+        const int dim = channels_last ? nhwc[i] : nchw[i];
+        if (t.shape[dim] != 1 && t.stride[dim] != expected) return false;
+        expected *= t.shape[dim];
+    }
+    return true;
+}
+
+int divide_up(int a, int b) { return (a + b - 1) / b; }
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    KLINEAGE_REQUIRE(call, call->abi_version == KLINEAGE_ABI_VERSION && call->num_inputs == 2 && call->num_outputs == 1,
+                     "conv2d: needs ABI version 1 and x, w -> y");
+    const klineage_tensor &x = call->inputs[0], &w = call->inputs[1], &y = call->outputs[0];
+    for (const klineage_tensor *t : {&x, &w, &y}) {
+        KLINEAGE_REQUIRE(call, t->num_dims == 4 && t->dtype == KLINEAGE_FLOAT16, "conv2d: 4-D fp16 tensors only");
+        KLINEAGE_REQUIRE(call, reinterpret_cast<uintptr_t>(t->data) % 16 == 0, "conv2d: pointers must be 16-byte aligned");
+    }
+    KLINEAGE_REQUIRE(call, klineage_scalar_value(call, "stride", 1) == 1 && klineage_scalar_value(call, "pad", 1) == 1,
+                     "conv2d: stride 1 and padding 1 only");
+    KLINEAGE_REQUIRE(call, x.shape[1] == kC && w.shape[1] == kC && w.shape[0] == kF && w.shape[2] == 3 && w.shape[3] == 3,
+                     "conv2d: 64 input channels, 128 filters of 3x3 only");
+    const int64_t n = x.shape[0], h = x.shape[2], width = x.shape[3];
+    KLINEAGE_REQUIRE(call, n >= 1 && h >= 1 && width >= 1 && n * h * width * kF < (1ll << 31), "conv2d: size out of range");
+    KLINEAGE_REQUIRE(call, y.shape[0] == n && y.shape[1] == kF && y.shape[2] == h && y.shape[3] == width,
+                     "conv2d: output shape differs from the input's");
+    const bool nhwc = has_strides(x, true) && has_strides(w, true) && has_strides(y, true);
+    KLINEAGE_REQUIRE(call, nhwc || (has_strides(x, false) && has_strides(w, false) && has_strides(y, false)),
+                     "conv2d: x, w and y must all be contiguous or all channels_last");
+    Geometry g = {};
+    g.x = static_cast<const __half *>(x.data), g.y = static_cast<__half *>(y.data);
+    g.n = n, g.h = h, g.w = width, g.plane = h * width, g.total = n * h * width;
+    const int rows = (g.w + kTile - 2) / g.w + 3 + (g.plane + kTile - 2) / g.plane;  // at most, when tiles are flat
+    int tiles;
+    g.weights = static_cast<const __half *>(w.data), g.pitch = divide_up(g.w + 2, 8) * 8, g.box_w = g.w + 2, g.blocks_w = g.w / 8;
+    g.exact = g.plane % 64 == 0 && g.plane >= kSpan && kBlocks + 3 * g.blocks_w <= kMaxBlocks, g.blocks = kBlocks + (2 + g.exact) * g.blocks_w;
+    const bool flat = nhwc ? g.w <= 254 && rows <= kMaxRows && rows * g.pitch <= kSlots : g.w % 8 == 0 && g.blocks <= kMaxBlocks;
+    if (flat) {
+        tiles = nhwc ? divide_up(g.total, kTile) : divide_up(g.exact ? g.total : (g.n * (g.h + 1) - 1) * g.w, kSpan);
+    } else {
+        g.tile_h = nhwc ? 12 : 6, g.tile_w = nhwc ? 16 : 32, g.pitch = 24, g.box_w = 18, g.blocks_w = 4, g.blocks = kBlocks + 8, g.exact = 0;
+        g.tiles_w = divide_up(g.w, g.tile_w), g.tiles = g.tiles_w * divide_up(g.h, g.tile_h), tiles = g.n * g.tiles;
+        g.by_tile_w = Divider(g.tile_w), g.by_tiles_w = Divider(g.tiles_w), g.by_tiles = Divider(g.tiles);
+    }
+    g.by_plane = Divider(g.plane), g.by_w = Divider(g.w), g.by_rows = Divider(g.h + 1);
+    CUtensorMap x_map, w_map;
+    constexpr cuuint64_t filter = kDepth * 2;
+    const cuuint64_t pixel = kC * 2, w64 = width, h64 = h, n64 = n;
+    const cuuint64_t x_strides[] = {pixel, pixel * w64, pixel * w64 * h64}, order[] = {filter, 8 * filter, 2 * filter, 32 * filter};
+    // NHWC: filter 32 g + 8 t + 2 j + b goes to row 32 g + 8 j + 2 t + b, so that lane t of a quad holds 8 neighbours
+    const bool made = !nhwc || (encode<4>(&x_map, x.data, {kC, w64, h64, n64}, x_strides, {kC, g.box_w + 0u, 1, 1}, CU_TENSOR_MAP_SWIZZLE_128B) &&
+                                encode<5>(&w_map, w.data, {kDepth, 2, 4, 4, 4}, order, {kC, 2, 4, 4, 4}, CU_TENSOR_MAP_SWIZZLE_128B));
+    KLINEAGE_REQUIRE(call, made, "conv2d: no tensor map");
+
+    static thread_local int prepared = -1;  // the device on which the kernels may use that much shared memory
+    int device;
+    if (cudaGetDevice(&device) == cudaSuccess && device != prepared) {
+        for (auto kernel : {conv_nhwc<true>, conv_nhwc<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+        for (auto kernel : {conv_nchw<true>, conv_nchw<false>}) cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kNchwSharedBytes);
+        prepared = device;
+    }
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    if (nhwc) (flat ? conv_nhwc<true> : conv_nhwc<false>)<<<tiles, 384, kSharedBytes, stream>>>(x_map, w_map, g);
+    else (flat ? conv_nchw<true> : conv_nchw<false>)<<<tiles, 256, kNchwSharedBytes, stream>>>(g);
+    const cudaError_t status = cudaGetLastError();
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}
