@@ -93,20 +93,54 @@ def test_the_readmes_table_is_what_the_records_say_and_their_intervals_follow_fr
         assert (again.low, again.estimate, again.high) == pytest.approx((said.low, said.estimate, said.high), rel=1e-4)
 
 
-def test_the_two_speeds_of_cudnn_are_what_the_records_say() -> None:
-    """By start in the main tier; the stages judged with it have one start each."""
-    timing = next(verdict.timing for verdict in verdicts_of("main_tier-sm90") if verdict.case.options)
-    assert timing is not None
-    first, *others = [
-        1e3 * median(timing.reference_samples_ms[start:end])
-        for start, end in pairwise([*timing.starts, len(timing.reference_samples_ms)])
-    ]
+def test_the_speeds_of_cudnn_are_what_the_records_say() -> None:
+    """By start in the main tier; the stages have one start each."""
     text = text_of(FACTS)
-    assert f"takes {first:.1f} us in the first of the {1 + len(others)} starts" in text
-    assert f"{min(others):.1f} to {max(others):.1f} us in the others" in text
-    stages = [v for v in verdicts_of("stages-sm90") if v.case.options and v.label.startswith(("15-", "16-"))]
-    one, two = [1e3 * v.timing.reference_ms for v in stages if v.timing is not None and v.timing.starts == (0,)]
-    assert f"{one:.1f} and {two:.1f} us" in text
+    nchw, nhwc = (verdict for verdict in verdicts_of("main_tier-sm90") if verdict.case.operator == "conv2d")
+    assert nhwc.timing is not None
+    starts = pairwise([*nhwc.timing.starts, len(nhwc.timing.reference_samples_ms)])
+    by_start = [1e3 * median(nhwc.timing.reference_samples_ms[start:end]) for start, end in starts]
+    fast, slow = [us for us in by_start if us < 16.5], [us for us in by_start if us >= 16.5]
+    assert f"in the {len(by_start)} starts" in text
+    assert (
+        f"takes {min(fast):.1f} to {max(fast):.1f} us in {len(fast)} and {min(slow):.1f} to {max(slow):.1f} us in"
+        in text
+    )
+    assert f"{len(slow)}. The stages have one start each" in text
+    stages = {(v.label[:2], bool(v.case.options)): v.timing for v in verdicts_of("stages-sm90") if v.label[:2] > "11"}
+    for stage in ("13", "17"):
+        timing = stages[stage, True]
+        assert timing is not None
+        assert timing.starts == (0,)
+        words = f"{timing.speedup.estimate:.2f}x of stage {stage} against {1e3 * timing.reference_ms:.1f} us"
+        assert words in text.replace(" is against", " against")
+    searched = [1e3 * timing.reference_ms for stage in ("12", "13", "14", "17") if (timing := stages[stage, False])]
+    assert f"took {min(searched):.1f} to {max(searched):.1f} us in the processes of stages 12, 13, 14 and 17" in text
+    assert nchw.timing is not None
+    ours, theirs = 1e3 * nchw.timing.candidate_ms, 1e3 * nchw.timing.reference_ms
+    assert f"charged that, {theirs:.1f} us: hence {nchw.timing.speedup.estimate:.2f}x" in text
+    assert f"against {min(searched):.1f} us our kernel's {ours:.1f} us would be {min(searched) / ours:.2f}x" in text
+
+
+def test_what_triton_says_about_top_k_and_cudnn_is_what_the_records_say() -> None:
+    path = ROOT / "results" / "gate_quality" / "references-sm90.jsonl"
+    rows = {row["name"]: row for row in map(msgspec.json.decode, path.read_text().splitlines())}
+    text = text_of(FACTS)
+    gate = {name: row["measured_ms"] for name, row in rows.items()}
+    triton = {name: row["triton"]["milliseconds"] for name, row in rows.items()}
+    others = rows["topk"]["triton"]["others_ms"]
+    assert f"in Triton's own: {gate['topk']:.4f} and {triton['topk']:.4f} ms in `references-sm90.md`" in text
+    assert f"{1e3 * min(others):.1f} to {1e3 * max(others):.1f} us for eight of them" in text
+    more = round(100 * (median(others) / gate["topk"] - 1))
+    assert f"such a stream Triton says {median(others):.4f} ms, {more} % more than the gate" in text
+    nchw, nhwc = "conv2d-nchw", "conv2d-nhwc"
+    assert f"{1e3 * gate[nchw]:.1f} us for NCHW and {1e3 * gate[nhwc]:.1f} us for channels_last" in text
+    assert (
+        f"{1e3 * triton[nchw]:.1f} us and nothing better than PyTorch's own choice, {1e3 * triton[nhwc]:.1f} us" in text
+    )
+    agree = [name for name in rows if abs(gate[name] / triton[name] - 1) <= 0.03]
+    assert len(agree) == 8
+    assert "The other eight references agree within 3 %" in text
 
 
 def in_the_readmes_order(named: tuple[str, Timing]) -> tuple[int, float]:
