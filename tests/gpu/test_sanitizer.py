@@ -26,8 +26,10 @@ GDN_PHASES = ("gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd")
 WATCHED = [
     *(paper_case(name, "gpu", "torch") for name in ("gemm", "conv2d", "fmha", "topk", "gdn", *GDN_PHASES)),
     make_case("conv2d", (8, 64, 56, 56, 128, 3, 1, 1), "fp16", "torch", layout="nhwc"),
-    # Smaller than the small shape, so watched as they are: tiles across images, and an image wider than a tile takes.
+    # Smaller than the small shape, so watched as they are: tiles across images, rectangles, and a wide image.
     make_case("conv2d", (4, 64, 7, 8, 128, 3, 1, 1), "fp16", "torch"),
+    make_case("conv2d", (1, 64, 5, 9, 128, 3, 1, 1), "fp16", "torch"),
+    make_case("conv2d", (2, 64, 10, 10, 128, 3, 1, 1), "fp16", "torch", layout="nhwc"),
     make_case("conv2d", (1, 64, 1, 250, 128, 3, 1, 1), "fp16", "torch", layout="nhwc"),
 ]
 CASE = make_case("gemm", (768, 768, 768), "bf16", "torch", at_least=1e-4)

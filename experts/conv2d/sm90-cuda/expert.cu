@@ -9,11 +9,11 @@
 //   tma_load (NHWC): every 72 input pixels and every tap on a barrier of its own; the later taps are requested beside the products.
 //   filter_order (NHWC): a 5-D tensor map permutes the filters, so that a lane's accumulators are 8 neighbours: 16-byte stores.
 //   warp_private_weights (NCHW): each warp copies its own filters and waits for them alone.
-//   reciprocal_division: no 64-bit shifts on the way to the first request.
+//   reciprocal_division: no 64-bit shifts on the way to the first request (NCHW).
 //   staggered_stores: a part of the output is stored beside the products of another part.
 //   spread_requests: each warpgroup asks for its share (NHWC: of the later taps; NCHW: of the channels).
-//   direct_requests: no index arithmetic before the first requests. NHWC: the input of a tile is so many pixels in a row, whatever image
-//     they are in, and what lies beyond an edge is read from a line of zeros. NCHW: 48 threads compute once where blocks of 8 pixels are.
+//   direct_requests. NHWC: no division before the first request, since the input of a tile is so many pixels in a row, whatever image
+//     they are in; what lies beyond an edge is read from a line of zeros. NCHW: 48 threads compute once where blocks of 8 pixels are.
 // Measured figures: see NOTES.md.
 #include <cuda.h>
 #include <cuda_fp16.h>
@@ -39,12 +39,15 @@ constexpr int kTable = kMaxBlocks + 2;                           // blocks with 
 constexpr int kCopyBytes = kTable * kBlockPitch;                 // 16 channels of an input tile; three of them, shifted by a pixel each
 constexpr int kWarpBytes = 2 * 16 * 288;                         // twice 16 channels of the weights of 16 filters
 constexpr int kStagePitch = 400;                                 // epilogue: bytes of kSpan pixels, and a pad for the banks
-constexpr int kNchwImageAt = 8 * kWarpBytes + kBlockPitch, kNchwBarriersAt = 8 * kWarpBytes + 12 * kCopyBytes;
+constexpr int kNchwImageAt = 8 * kWarpBytes + kBlockPitch;         // block 0; room for the block before it lies in front
+constexpr int kNchwBarriersAt = 8 * kWarpBytes + 12 * kCopyBytes;
 constexpr int kTableAt = kNchwBarriersAt + 4 * 8;                // NCHW: where each block of 8 input pixels comes from
 constexpr int kNchwSharedBytes = 1024 + kTableAt + kTable * 4;
 constexpr int kSharedBytes = 1024 + kBarriersAt + (kMaxChunks + 9) * 8;
 constexpr int kEarlyTaps = 4;                                    // NHWC: taps requested together with x
 constexpr int kLead = 4;                                         // NHWC: taps by which the first 64 filters are ahead at the end
+static_assert(kEarlyTaps + 2 * 3 >= 9 && kEarlyTaps <= kMaxChunks, "two rounds of requests bring the other taps");
+static_assert(kChunk % 8 == 0 && 3 * kChunk >= kTile + 2 && kMaxChunks == 9 && kTable == 6 * 8, "stretches, swizzle, blocks of a thread");
 static_assert(kSharedBytes <= 232448 && kNchwSharedBytes <= 232448 && 16 * kStagePitch <= kWarpBytes, "shared memory of one block");
 
 struct Divider {  // n / d for 0 <= n < 2^31: the high half of a product, and a shift
@@ -67,8 +70,8 @@ struct Pixels {
     Divider by_plane, by_w;
 };
 
-// NCHW. A tile is kSpan consecutive positions (kFlat), or a rectangle tile_h x tile_w of one image. Rows are counted through all
-// images, h + 1 of them for each: row n * (h + 1) + h is the row of zeros below image n.
+// NCHW. A tile is kSpan consecutive positions, or pixels where planes are `exact` (kFlat), or a rectangle tile_h x tile_w of one image.
+// Rows are counted through all images, h + 1 of them for each: row n * (h + 1) + h is the row of zeros below image n.
 struct Geometry {
     const __half *x, *weights;
     __half *y;
@@ -103,7 +106,9 @@ DEVICE bool elect() {  // one lane of a warp
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(yes));
     return yes;
 }
-DEVICE void prefetch(const void *from, unsigned bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory"); }
+DEVICE void prefetch(const void *from, unsigned bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 DEVICE void prefetch(const CUtensorMap *map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 #define BULK_LOAD(dims) "cp.async.bulk.tensor." dims ".shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, "
 DEVICE void load_chunk(unsigned to, const CUtensorMap *map, unsigned bar, int pixel) {
@@ -215,7 +220,7 @@ conv_nhwc(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUt
         if (dx == 0) LOOP for (; ready <= last; ++ready) barrier_wait(chunk_bars + ready * 8);
         const int slot = m0 + lane % 16 + dy * g.pitch + dx;
         const bool outside = (dy == 0 && at_top) || (dy == 2 && at_bottom) || (dx == 0 && at_left) || (dx == 2 && at_right);
-        // The 16-byte chunk that this lane addresses: 16 channels of a row of the A operand
+        // The 16 bytes that this lane addresses: 8 of 16 channels of a row of the A operand
         const unsigned address = (outside ? zeros : image + slot * 128) + ((lane / 16 ^ (slot & 7)) << 4);
         UNROLL for (int j = 0; j < 4; ++j) ldmatrix(to[j], address ^ j << 5);
     };
@@ -300,21 +305,21 @@ conv_nchw(const __grid_constant__ Geometry g) {
         table[thread] = (inside ? n * kC * g.plane + h * g.w + column : -8) | (column == 0) | (column == g.w - 8) << 1;
     }
     __syncthreads();
-    // A warpgroup brings every other group of 16 channels; this thread's channel of them, and its blocks first + 8 i of 8 input pixels.
-    const int group = warp / 4, channel = thread % 128 / 8, first = thread % 8 - 1, blocks = g.blocks;
-    const unsigned to = kNchwImageAt + first * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
-    int from[6];
-    UNROLL for (int i = 0; i < 6; ++i) from[i] = kFlat ? table[thread % 8 + 8 * i] : -8;
+    // A warpgroup brings every other group of 16 channels; this thread's channel of them, and its blocks first_block + 8 i.
+    const int group = warp / 4, channel = thread % 128 / 8, first_block = thread % 8 - 1, blocks = g.blocks;
+    const unsigned to = kNchwImageAt + first_block * kBlockPitch + (channel / 2 % 2 * 8 + channel / 4 * 2 + channel % 2) * 16;
+    int source[6];
+    UNROLL for (int i = 0; i < 6; ++i) source[i] = kFlat ? table[thread % 8 + 8 * i] : -8;
     uint4 v[6];
     const auto load = [&](int j) {
         UNROLL for (int i = 0; i < 6; ++i)
-            v[i] = from[i] >= 0 ? load_pixels(g.x + (from[i] & ~7) + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
+            v[i] = source[i] >= 0 ? load_pixels(g.x + (source[i] & ~7) + (j * 16 + channel) * g.plane) : make_uint4(0, 0, 0, 0);
     };
     const auto fill = [&](int j, int i) {
         const unsigned last = i > 0 && thread % 8 == 7 ? v[i > 0 ? i - 1 : 0].w : v[i].w;
         const unsigned next = i < 5 && thread % 8 == 0 ? v[i < 5 ? i + 1 : 5].x : v[i].x;
         unsigned before = __shfl_sync(~0u, last, thread - 1 & 7, 8), after = __shfl_sync(~0u, next, thread + 1 & 7, 8);
-        before = from[i] & 1 ? 0 : before, after = from[i] & 2 ? 0 : after;
+        before = source[i] & 1 ? 0 : before, after = source[i] & 2 ? 0 : after;
         const auto join = [](unsigned low, unsigned high) { return __byte_perm(low, high, 0x5432); };
         const unsigned xy = join(v[i].x, v[i].y), yz = join(v[i].y, v[i].z), zw = join(v[i].z, v[i].w);
         unsigned char *const at = smem + to + 8 * i * kBlockPitch + j * 3 * kCopyBytes;  // no branch: there is room for blocks that are not used
@@ -479,7 +484,7 @@ bool has_strides(const klineage_tensor &t, bool channels_last) {
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-// Lets a kernel use that much shared memory, once for each thread and device.
+// Lets a kernel use that much shared memory; again when a thread's device changes.
 template <typename Kernel>
 cudaError_t prepare(Kernel kernel, int bytes, int &prepared) {
     int device = -1;
