@@ -138,6 +138,10 @@ def test_what_triton_says_about_top_k_and_cudnn_is_what_the_records_say() -> Non
     assert (
         f"{1e3 * triton[nchw]:.1f} us and nothing better than PyTorch's own choice, {1e3 * triton[nhwc]:.1f} us" in text
     )
+    own = float(rows[nchw]["facts"]["variant_ms.nchw"]), float(rows[nhwc]["facts"]["variant_ms.channels_last"])
+    less = [100 * (1 - ms / rows[name]["published_ms"]) for name, ms in zip((nchw, nhwc), own, strict=True)]
+    assert f"own choices took {1e3 * own[0]:.1f} and {1e3 * own[1]:.1f} us in the gate's processes" in text
+    assert f"{less[0]:.1f} % and {less[1]:.1f} % less than the published figures" in text
     agree = [name for name in rows if abs(gate[name] / triton[name] - 1) <= 0.03]
     assert len(agree) == 8
     assert "The other eight references agree within 3 %" in text
