@@ -79,7 +79,7 @@ class DeviceTimer:
         return float(self._start.elapsed_time(self._stop))
 
 
-class Lane(AbstractContextManager["Lane"]):
+class VariantThread(AbstractContextManager["VariantThread"]):
     """One variant in a thread of its own: one call at a time, under the variant's flags, and whoever calls waits.
 
     Libraries keep by thread what they have found, under keys that need not tell variants apart. PyTorch looks for its
@@ -152,10 +152,10 @@ def choose(
         return chosen_before(variants, trial)
     defaults = read_flags({name for variant in variants.values() for name in variant.flags})
     flags = {name: {**defaults, **variant.flags} for name, variant in variants.items()}
-    with ExitStack() as threads:
-        lanes = {name: threads.enter_context(Lane(variants[name], flags[name], trial)) for name in variants}
-        failures = warm_up_all(lanes)
-        ready = {name: lane for name, lane in lanes.items() if name not in failures}
+    with ExitStack() as stack:
+        threads = {name: stack.enter_context(VariantThread(variants[name], flags[name], trial)) for name in variants}
+        failures = warm_up_all(threads)
+        ready = {name: thread for name, thread in threads.items() if name not in failures}
         eligible = [name for name in ready if chargeable is None or name in chargeable]
         if not eligible:
             write_flags(defaults)
@@ -168,23 +168,23 @@ def choose(
     return Choice(best, variants[best], medians, failures)
 
 
-def warm_up_all(lanes: Mapping[str, Lane]) -> dict[str, str]:
+def warm_up_all(threads: Mapping[str, VariantThread]) -> dict[str, str]:
     """Why some cannot run, by name."""
     failures: dict[str, str] = {}
-    for name, lane in lanes.items():
+    for name, thread in threads.items():
         try:
-            lane.warm_up()
+            thread.warm_up()
         except (RuntimeError, ValueError) as error:
             failures[name] = f"{type(error).__name__}: {error}"[:CAUSE_LENGTH]
     return failures
 
 
-def medians_in_turns(lanes: Mapping[str, Lane], timer: Timer, reps: int) -> dict[str, float]:
-    """Median milliseconds of so many calls each, by name; every lane has called once before any calls again."""
-    times: dict[str, list[float]] = {name: [] for name in lanes}
+def medians_in_turns(threads: Mapping[str, VariantThread], timer: Timer, reps: int) -> dict[str, float]:
+    """Median milliseconds of so many calls each, by name; every thread has called once before any calls again."""
+    times: dict[str, list[float]] = {name: [] for name in threads}
     for _ in range(reps):
-        for name, lane in lanes.items():
-            times[name].append(lane.time_ms(timer))
+        for name, thread in threads.items():
+            times[name].append(thread.time_ms(timer))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
