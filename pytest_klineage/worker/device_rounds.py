@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -44,6 +44,10 @@ SETTLE_NOISE_NS = 1000
 """What the device may take beyond twice the usual to find that nothing is left to do."""
 
 
+EarlySamples: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""By output, which elements were looked at, and what they were."""
+
+
 class Block(msgspec.Struct, frozen=True, kw_only=True):
     """What to run: the contents of the slots, one each, and how often and how."""
 
@@ -74,6 +78,30 @@ class BlockOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kernels: tuple[KernelTime, ...] = ()
     busy_ns: int = 0
     claimed_ns: int = 0
+
+
+class EarlyLook:
+    """Random elements of all outputs of a block, to be read the moment the block has ended."""
+
+    def __init__(self, arena: DeviceArena, slots: Sequence[int]) -> None:
+        # The last call's first: nobody had less time to fill it in afterwards.
+        self._flat = {
+            slot: {
+                name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
+            }
+            for slot in dict.fromkeys(reversed(slots))
+        }
+        self._where = {
+            name: torch.randint(len(flat), (EARLY_SAMPLES,), device=flat.device)
+            for name, flat in self._flat[slots[-1]].items()
+        }
+
+    def samples(self) -> dict[int, EarlySamples]:
+        """By slot and output, which elements, and what they are now."""
+        return {
+            slot: {name: (self._where[name], tensor[self._where[name]]) for name, tensor in flat.items()}
+            for slot, flat in self._flat.items()
+        }
 
 
 class DevicePlayer(Player):
@@ -115,7 +143,7 @@ class DevicePlayer(Player):
             slot = block.first_slot + index
             reasons += self._integrity(arena, slot, view, (), defences)
             if "verify" in defences:
-                found, more = compare(arena, slot, view, kind, early if slot == block.slots[-1] else {})
+                found, more = compare(arena, slot, view, kind, early.get(slot, {}))
                 if more:
                     more = [*self._late_work(block.arena, slot, bool(done.tensors), deadline_s), *more]
                 checks += found
@@ -129,12 +157,10 @@ class DevicePlayer(Player):
 
     def _exchange(
         self, arena: DeviceArena, block: Block, mask: int, deadline_s: float
-    ) -> tuple[BlockReturned, Done, int, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-        """Send the request, take the trusted clock, look at the last outputs at once, then wait for the rest."""
+    ) -> tuple[BlockReturned, Done, int, dict[int, EarlySamples]]:
+        """Send the request, take the trusted clock, look at the outputs at once, then wait for the rest."""
         nonce = secrets.randbits(48)
-        last = arena.outputs(block.slots[-1])
-        flat = {name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in last.items()}
-        where = {name: torch.randint(len(flat[name]), (EARLY_SAMPLES,), device="cuda") for name in flat}
+        look = EarlyLook(arena, block.slots)
         torch.cuda.synchronize()
         request = RunBlock(
             arena=block.arena, slots=block.slots, nonce=nonce, mask=mask, graph=block.graph, profile=block.profile
@@ -145,8 +171,11 @@ class DevicePlayer(Player):
         self._send(request)
         self._receive_until(ends, Finished, nonce)
         wall_ns = time.perf_counter_ns() - started
-        early = {name: (places, flat[name][places]) for name, places in where.items()}
+        # Stopped, a thread of the candidate launches nothing while its outputs are looked at.
+        self.freeze(True)
+        early = look.samples()
         torch.cuda.synchronize()
+        self.freeze(False)
         returned: BlockReturned = self._receive_until(ends, BlockReturned, nonce)
         done: Done = self._receive_until(ends, Done, nonce)
         lengths = (GRAPH_REPLAYS, 0) if block.graph else (block.calls, block.calls)

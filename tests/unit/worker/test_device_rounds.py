@@ -6,12 +6,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from pytest_klineage.records import Code, Reason
 from pytest_klineage.records.messages import BlockReturned, Done, EventsMade, Finished, MakeEvents
 from pytest_klineage.worker import device_rounds
 from pytest_klineage.worker.device_rounds import LATE_BLOCKS, Block, DevicePlayer
-from pytest_klineage.worker.rounds import WorkerProblem
+from pytest_klineage.worker.rounds import EARLY_SAMPLES, WorkerProblem
 
 LATE = Reason(code=Code.LATE_WORK, message="the device went on")
 
@@ -70,6 +71,42 @@ def test_an_exchange_has_one_deadline_however_many_messages(monkeypatch: pytest.
         player._receive_until(130.0, kind, 1)
         now[0] += 20.0
     assert player.waits == [30.0, 10.0, 0.001]
+
+
+class LateThread(WrittenDown):
+    """Its worker fills in all outputs as soon as it may go on after a block's end."""
+
+    def __init__(self, outputs: dict[int, dict[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.outputs = outputs
+
+    def _exchange(self, *arguments: Any) -> Any:
+        return DevicePlayer._exchange(self, *arguments)
+
+    def _receive(self, kind: type, deadline_s: float, timeout_code: Code, nonce: int | None = None) -> Any:
+        super()._receive(kind, deadline_s, timeout_code, nonce)
+        if kind is Done:
+            return Done(nonce=0)
+        for output in self.outputs.values():
+            output["c"].fill_(1 if kind is BlockReturned else 0)
+        return BlockReturned(nonce=0, elapsed_ns=(1, 1, 1, 1), settled_ns=(0, 0, 0, 0), span_ns=1)
+
+
+def test_outputs_of_all_slots_are_looked_at_while_the_worker_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = {slot: {"c": torch.full((5, 7), 9.0)} for slot in (2, 3, 4)}
+    player, arena = LateThread(outputs), SimpleNamespace(outputs=outputs.__getitem__)
+    monkeypatch.setattr(device_rounds.torch.cuda, "synchronize", lambda: player.did.append("wait"))
+    block = Block(views=cast(Any, [None] * 3), calls=4, first_slot=2)
+    _returned, _done, _wall_ns, early = player._exchange(arena, block, 1, 30.0)
+    assert player.did == [
+        "wait", "thaw", "RunBlock", "Finished", "freeze", "wait", "thaw", "BlockReturned", "Done",
+    ]  # fmt: skip
+    assert early.keys() == {2, 3, 4}
+    for slot, looked in early.items():
+        where, seen = looked["c"]
+        assert len(where) == EARLY_SAMPLES
+        assert not seen.any()
+        assert outputs[slot]["c"].flatten()[where].all()
 
 
 @pytest.mark.parametrize(
