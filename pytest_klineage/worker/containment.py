@@ -106,17 +106,18 @@ def gpu_namespaces() -> tuple[str, ...]:
     return GPU_NAMESPACES_WITH_PROC if works else GPU_NAMESPACES
 
 
-def limit_resources(*, memory: bool = True) -> list[str]:
-    """Bound what the process can write and open and, with `memory`, what it can map."""
+def limit_resources(*, address_space: bool = True) -> list[str]:
+    """Bound what the process can write, open and allocate and, with `address_space`, what it can map at all."""
     total, private = _mapped_bytes()
     limits = [
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, FILE_SIZE_LIMIT),
         (resource.RLIMIT_NOFILE, OPEN_FILES_LIMIT),
+        # Neither shared mappings nor address space that is only reserved count as data.
+        (resource.RLIMIT_DATA, private + DATA_LIMIT),
     ]
-    if memory:
-        # Shared mappings do not count as data.
-        limits += [(resource.RLIMIT_DATA, private + DATA_LIMIT), (resource.RLIMIT_AS, total + 2 * DATA_LIMIT)]
+    if address_space:
+        limits.append((resource.RLIMIT_AS, total + 2 * DATA_LIMIT))
     for kind, value in limits:
         _soft, hard = resource.getrlimit(kind)
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -133,7 +133,7 @@ def contain(job: Job, active: list[str]) -> list[str]:
         return active
     devices = [str(path) for path in Path("/dev").glob("nvidia*")] if on_gpu(job) else []
     # CUDA reserves more address space than any limit on it would leave room for.
-    report = [*active, *containment.limit_resources(memory=not on_gpu(job))]
+    report = [*active, *containment.limit_resources(address_space=not on_gpu(job))]
     report += containment.restrict_files(readable_paths(job), [job.workdir, *devices])
     report += containment.drop_capabilities()
     report += containment.filter_calls(allow_processes=job.allow_processes, allow_cores=not fewer_cores)

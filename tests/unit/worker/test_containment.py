@@ -14,7 +14,7 @@ CONTAIN = """
 import json, os, sys
 from pytest_klineage.worker import containment
 workdir, readable, script = sys.argv[1:]
-report = containment.limit_resources()
+report = containment.limit_resources(LIMITS)
 readable_paths = ["/usr", "/lib", "/lib64", sys.prefix, sys.base_prefix, readable]
 report += containment.restrict_files(readable_paths, [workdir])
 os.chdir(workdir)
@@ -85,13 +85,13 @@ BENIGN = [
 ]  # fmt: skip
 
 
-def contained(directory: Path, script: str) -> tuple[list[str], dict[str, tuple[str, str]]]:
+def contained(directory: Path, script: str, limits: str = "") -> tuple[list[str], dict[str, tuple[str, str]]]:
     """Run a script in a contained process. Returns the active mechanisms and what every attempt gave."""
     workdir, readable = directory / "work", directory / "readable"
     workdir.mkdir()
     readable.mkdir()
     (readable / "kernel.txt").write_text("kernel")
-    command = [sys.executable, "-c", CONTAIN, str(workdir), str(readable), script]
+    command = [sys.executable, "-c", CONTAIN.replace("LIMITS", limits), str(workdir), str(readable), script]
     process = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout.splitlines()[-1])
@@ -157,6 +157,24 @@ def test_memory_is_limited(tmp_path: Path) -> None:
     _report, answers = contained(tmp_path, script)
     assert answers["some"][0] == "done"
     assert answers["all"][0] == "OSError"
+
+
+def test_on_a_gpu_address_space_may_be_reserved_but_not_filled(tmp_path: Path) -> None:
+    """Beside a driver that reserves a terabyte, private memory has its limit all the same."""
+    script = (
+        "import ctypes, mmap, resource\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "libc.mmap.restype = ctypes.c_void_p\n"
+        "MAP_NORESERVE = 0x4000\n"
+        "def taken(protection, size):\n"
+        "    arguments = protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE, -1, 0\n"
+        "    return libc.mmap(None, ctypes.c_size_t(size), *arguments) != ctypes.c_void_p(-1).value\n"
+        "attempt('reserved', lambda: taken(0, 1 << 40))\n"
+        "attempt('some', lambda: taken(mmap.PROT_READ | mmap.PROT_WRITE, 1 << 30))\n"
+        "attempt('all', lambda: taken(mmap.PROT_READ | mmap.PROT_WRITE, 1 << 35))\n"
+    )
+    _report, answers = contained(tmp_path, script, limits="address_space=False")
+    assert [answers[name][1] for name in ("reserved", "some", "all")] == ["True", "True", "False"]
 
 
 def test_after_freezing_no_file_becomes_code_and_what_is_loaded_still_runs(tmp_path: Path) -> None:
