@@ -16,7 +16,7 @@ from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
 from pytest_klineage.gate.policy import POLICIES
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Verdict
-from pytest_klineage.references import reference
+from pytest_klineage.references import UnsupportedCase, alternatives, reference
 from pytest_klineage.surfaces import surface_backend
 
 
@@ -63,8 +63,8 @@ class Gate:
         `reference_source` stands in for the case's reference, for A/A and A/B. `platforms` are those that the kernel
         was written for, when that are not all that its surface runs on.
 
-        Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks
-        makes the verdict "skipped".
+        Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks,
+        and what the case's reference does not take, makes the verdict "skipped".
         """
         backend = surface_backend(source.surface.value)
         if reference_source is None and self.settings.stage == "all":
@@ -83,20 +83,22 @@ class Gate:
             message = f"the kernel was written for {', '.join(platforms)}, not for {self.platform}"
             return self._skipped(case, source, Reason(code=Code.SKIPPED_PLATFORM, message=message))
         if reference_source is None and self.settings.stage == "all":
-            vendor.check(case, self.platform)
+            try:
+                vendor.check(case, self.platform)
+            except UnsupportedCase as error:
+                return self._skipped(case, source, self._skip_reason(case, error))
         started = time.monotonic()
         judgement = Judgement(self._bench, case, source, reference_source)
         try:
             reasons = judgement.run()
             judgement.close()
-        except (MissingDependency, DeviceOutOfMemory) as error:
+        except (MissingDependency, DeviceOutOfMemory, UnsupportedCase) as error:
             taken = judgement.memory_reason() if isinstance(error, DeviceOutOfMemory) else None
             self._bench.processes.abort()
             judgement.discard()
             if taken is not None:
                 return judgement.verdict((taken,), overhead_s=time.monotonic() - started)
-            code = Code.SKIPPED_DEPENDENCY if isinstance(error, MissingDependency) else Code.SKIPPED_MEMORY
-            return self._skipped(case, source, Reason(code=code, message=str(error)))
+            return self._skipped(case, source, self._skip_reason(case, error))
         except BaseException:
             # Whoever was asked may still answer, to a question that is no longer the last one: start afresh instead.
             self._bench.processes.abort()
@@ -104,6 +106,18 @@ class Gate:
             raise
         spent = judgement.timed_s + (judgement.build.seconds if judgement.build else 0.0)
         return judgement.verdict(reasons, overhead_s=max(0.0, time.monotonic() - started - spent))
+
+    def _skip_reason(self, case: KernelCase, error: Exception) -> Reason:
+        """Why a case is not judged, with the next step."""
+        if isinstance(error, MissingDependency):
+            return Reason(code=Code.SKIPPED_DEPENDENCY, message=str(error))
+        if not isinstance(error, UnsupportedCase):
+            return Reason(code=Code.SKIPPED_MEMORY, message=str(error))
+        others = alternatives(case, self.platform)
+        step = f"choose another ref=: {', '.join(others)}" if others else (
+            f"no other reference takes it on {self.platform}: choose another case, or compare with a kernel (against=)"
+        )  # fmt: skip
+        return Reason(code=Code.SKIPPED_REFERENCE, message=f"{error}; {step}")
 
     def _skipped(self, case: KernelCase, source: KernelSource, reason: Reason) -> Verdict:
         return Verdict(

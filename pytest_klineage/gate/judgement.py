@@ -47,13 +47,17 @@ from pytest_klineage.records.messages import (
     Opened,
     Problem,
 )
-from pytest_klineage.references import reference
+from pytest_klineage.references import UnsupportedCase, reference
+from pytest_klineage.references.device import version_notes
+from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
 ORACLE_DEADLINE_S = 600.0
 """Longest time for the oracle to make a case's problems; large shapes in float64 take a while."""
 REFERENCE_LOAD_S = 300.0
 """Longest time for a reference on a GPU to load, to tune itself, and to try its variants."""
+REFUSAL_LENGTH = 400
+"""Characters of what a library said that a verdict keeps."""
 CRASH_GRACE_S = 1.0
 """How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
 
@@ -121,6 +125,8 @@ class Judgement:
         self.log = ""
         self.containment: tuple[str, ...] = ()
         self.reference_facts: dict[str, str] = {}
+        self.reference_ran = False
+        """Whether it was timed once: what fails afterwards is no refusal."""
         self.workers: dict[str, Worker] = {}
         self.jobs: dict[str, tuple[Job, str]] = {}
         """What every worker was started with: its job and the template it was forked from."""
@@ -218,6 +224,8 @@ class Judgement:
             preload = "torch"
         attached = self._start("reference", job, preload)
         self.reference_facts |= attached.settings
+        if self.reference_source is None:
+            self.notes += version_notes(attached.settings)
 
     def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:
         job = self._job(self.source, built, refuse_framework=refuse_framework)
@@ -416,9 +424,18 @@ class Judgement:
                 raise MissingDependency(what, reference(self.case.reference).remedy)
             if reasons and reasons[0].code is Code.OUT_OF_MEMORY and self.bench.place.device != "cpu":
                 raise DeviceOutOfMemory(f"the reference {self.case.reference} found no memory on the GPU: {cause}")
+            if reasons and reasons[0].code is Code.EXCEPTION and (why := self._refusal(cause)):
+                raise UnsupportedCase.of(self.case.reference, self.case, self.bench.platform, why)
             raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
         self.log = text
         return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))
+
+    def _refusal(self, cause: str) -> str:
+        """What the library said, on one bounded line, where it refused the case. A CPU has no trial beforehand."""
+        if self.reference_source is not None or self.reference_ran:
+            return ""
+        why = refusal_in(cause, tried=self.bench.place.device != "cpu")
+        return findings.clean(" ".join(why.split()))[:REFUSAL_LENGTH]
 
     def verdict(self, reasons: tuple[Reason, ...], *, overhead_s: float) -> Verdict:
         """The record of everything that was found."""

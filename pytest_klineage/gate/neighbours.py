@@ -62,7 +62,8 @@ def foreign_processes(gpu: Gpu, own_pids: Collection[int], *, quiet: bool = Fals
 def busy_gpu_reason(timed: Reason, neighbours: Neighbours, *, allow: bool) -> Reason:
     """The reason of a timing, made inconclusive when others could use the GPU meanwhile and that was not allowed.
 
-    Where it is not known who is there, only utilization counts: a guess must not cost an honest kernel its verdict.
+    Where it is not known who is there, only a look while nothing of ours ran counts: a guess must not cost an honest
+    kernel its verdict.
     """
     if allow or timed.code.status is Status.INCONCLUSIVE:
         return timed

@@ -92,6 +92,7 @@ class TimedStage:
         if isinstance(answer, Problem):
             raise self.judgement.failed(answer)
         self.judgement.end_a_flood()
+        self.judgement.reference_ran |= "reference" in order
         if answer.reasons:
             raise Rejected(*answer.reasons)
         if self.watch is not None:

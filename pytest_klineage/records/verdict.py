@@ -85,6 +85,7 @@ class Code(StrEnum):
     TIMEOUT_RUN = "timeout.run"
     SKIPPED_PLATFORM = "skipped.platform"
     SKIPPED_DEPENDENCY = "skipped.missing_dependency"
+    SKIPPED_REFERENCE = "skipped.reference_limits"
     SKIPPED_NOT_SCORABLE = "skipped.not_scorable"
     SKIPPED_MEMORY = "skipped.out_of_memory"
 
@@ -272,7 +273,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     containment: tuple[str, ...] = ()
     """Sandbox mechanisms that were active in the candidate's process."""
     notes: tuple[str, ...] = ()
-    """Hints of the static audit and labels that decided nothing."""
+    """Hints of the static audit, labels that decided nothing, and versions of the reference that were not checked."""
     log: str = ""
     """What the candidate printed, bounded and cleaned of control characters."""
     overhead_s: float = 0.0

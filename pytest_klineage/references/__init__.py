@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pytest_klineage.errors import UnknownName
+from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Reference, Trial, Variant
 from pytest_klineage.references.cublas import CublasReference
 from pytest_klineage.references.cudnn import CudnnReference
 from pytest_klineage.references.fla import FlaReference
 from pytest_klineage.references.flashinfer import FlashInferReference
+from pytest_klineage.references.refusals import UnsupportedCase
 from pytest_klineage.references.torch import TorchReference
 from pytest_klineage.references.vendor import VendorReference
 
-__all__ = ["REFERENCES", "Reference", "Trial", "Variant", "reference"]
+__all__ = ["REFERENCES", "Reference", "Trial", "UnsupportedCase", "Variant", "alternatives", "reference"]
 
 LIBRARIES = (TorchReference(), CublasReference(), CudnnReference(), FlashInferReference(), FlaReference())
 REFERENCES: dict[str, Reference] = {chosen.name: chosen for chosen in (*LIBRARIES, VendorReference(LIBRARIES))}
@@ -22,3 +24,21 @@ def reference(name: str) -> Reference:
     if name not in REFERENCES:
         raise UnknownName("reference", name, REFERENCES)
     return REFERENCES[name]
+
+
+def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
+    """Names of the references that may take a case when its own refuses it, by what is known before anything runs.
+
+    One that would ask only those who have refused is none.
+    """
+    refused = reference(case.reference).asks(case.operator)
+
+    def takes(name: str) -> bool:
+        chosen = REFERENCES[name]
+        known = case.operator in chosen.operators() and platform in chosen.platforms
+        return known and not chosen.limits(case, platform)
+
+    def asks_another(name: str) -> bool:
+        return any(member not in refused and takes(member) for member in REFERENCES[name].asks(case.operator))
+
+    return tuple(name for name in REFERENCES if takes(name) and asks_another(name))

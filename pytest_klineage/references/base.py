@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.records import KernelCase
+from pytest_klineage.references.refusals import UnsupportedCase
 
 if TYPE_CHECKING:
     import torch
@@ -70,8 +71,12 @@ class Reference(ABC):
         """What the library supports, where that leaves out this case on this platform; empty where it does not."""
         return ""
 
+    def asks(self, operator: str) -> tuple[str, ...]:
+        """Names of the references whose calls it may take for an operator: its own, unless it asks others."""
+        return (self.name,)
+
     def check(self, case: KernelCase, platform: str) -> None:
-        """Raise UsageError for a case or a platform that this library has not; UnknownName for an operator.
+        """Raise UnknownName for an operator, UsageError for a platform, UnsupportedCase for a case that it has not.
 
         Needs neither the library nor torch, so that a judge can ask before it starts anything.
         """
@@ -81,7 +86,7 @@ class Reference(ABC):
             names = ", ".join(self.platforms)
             raise UsageError(f"the reference {self.name} runs on {names}, not on {platform}; on a CPU use ref='torch'")
         if limits := self.limits(case, platform):
-            raise UsageError(f"the reference {self.name} cannot run {case.id} on {platform}: {limits}")
+            raise UnsupportedCase.of(self.name, case, platform, limits)
 
     @abstractmethod
     def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:

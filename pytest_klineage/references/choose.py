@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.references.base import Trial, Variant
 from pytest_klineage.references.flags import read_flags, write_flags
+from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
 if TYPE_CHECKING:
     import torch
@@ -144,9 +145,9 @@ def choose(
     """The fastest variant that may be charged (default: any); the process is left with that variant's flags.
 
     Variants run in threads of their own, which are gone when this returns; the chosen one is warm in this thread too. A
-    variant that raises RuntimeError or ValueError while it is warmed up is left out and recorded. Raises HarnessError
-    when none is left that may be charged. Where the trial names one that was chosen before, that one is warmed up and
-    taken.
+    variant that raises one of REFUSALS while it is warmed up is left out and recorded. When none is left that may be
+    charged, raises UnsupportedCase where the library refused the case, HarnessError where something failed. Where the
+    trial names one that was chosen before, that one is warmed up and taken.
     """
     if trial.only:
         return chosen_before(variants, trial)
@@ -159,13 +160,20 @@ def choose(
         eligible = [name for name in ready if chargeable is None or name in chargeable]
         if not eligible:
             write_flags(defaults)
-            causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
-            raise HarnessError(f"no variant of the reference runs: {causes}")
+            raise nobody_runs(failures, chargeable)
         medians = medians_in_turns(ready, timer or DeviceTimer(), reps)
     best = min(eligible, key=medians.__getitem__)
     write_flags(flags[best])
     warmed_up(variants[best], trial)
     return Choice(best, variants[best], medians, failures)
+
+
+def nobody_runs(failures: Mapping[str, str], chargeable: Collection[str] | None) -> UnsupportedCase | HarnessError:
+    """The error for no variant that may be charged: a refusal only where all of those have refused."""
+    decisive = [why for name, why in failures.items() if chargeable is None or name in chargeable]
+    causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
+    kind = UnsupportedCase if decisive and all(map(refuses, decisive)) else HarnessError
+    return kind(f"no variant of the reference runs: {causes}")
 
 
 def warm_up_all(threads: Mapping[str, VariantThread]) -> dict[str, str]:
@@ -174,7 +182,7 @@ def warm_up_all(threads: Mapping[str, VariantThread]) -> dict[str, str]:
     for name, thread in threads.items():
         try:
             thread.warm_up()
-        except (RuntimeError, ValueError) as error:
+        except REFUSALS as error:
             failures[name] = f"{type(error).__name__}: {error}"[:CAUSE_LENGTH]
     return failures
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import MissingDependency, UsageError
@@ -13,6 +13,7 @@ from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Reference, Trial, Variant
 from pytest_klineage.references.choose import Choice, choose
 from pytest_klineage.references.flags import forbid_tf32
+from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Call
@@ -21,6 +22,8 @@ HALVES = ("fp16", "bf16")
 """The types of tensor cores that libraries of one purpose are written for."""
 PINNED = {"flashinfer-python": "0.6.11", "fla-core": "0.5.0"}
 """By distribution, the version whose arguments and figures this project has checked."""
+VERSION_NOTE = "version_note"
+"""The fact that another version runs; of several libraries, one each with the library's name behind a dot."""
 
 
 class DeviceReference(Reference):
@@ -47,15 +50,27 @@ class DeviceReference(Reference):
         """Versions of what it calls, and flags in force, for the record."""
 
     def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
-        """The fastest variant. Raises UsageError where there is no GPU, MissingDependency where there is no library."""
+        """The fastest variant.
+
+        Raises UsageError where there is no GPU, MissingDependency where there is no library, UnsupportedCase where the
+        library refuses the case when it plans or runs it.
+        """
         self.check(case, "cpu" if trial is None else trial.platform)
         if trial is None:
             raise UsageError(f"the reference {self.name} compares its variants on tensors of the case; give it a trial")
         if case.dtype == "fp32":
             forbid_tf32()
-        choice = choose(self.variants(case, trial), trial, chargeable=self.chargeable(case))
+        choice = choose(self._planned(case, trial), trial, chargeable=self.chargeable(case))
         self._choices[case.id] = choice
         return choice.variant
+
+    def _planned(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+        try:
+            return self.variants(case, trial)
+        except REFUSALS as error:
+            if not refuses(str(error)):
+                raise
+            raise UnsupportedCase(f"{type(error).__name__}: {error}") from error
 
     def label(self, case: KernelCase) -> str:
         """What tables call it."""
@@ -67,23 +82,36 @@ class DeviceReference(Reference):
         return {"label": self.label(case), **self.versions(), **(choice.facts() if choice else {})}
 
 
-def imported(module: str, remedy: str) -> Any:
-    """A library's module. Raises MissingDependency with the command that installs what is absent."""
+def imported(module: str, name: str, remedy: str) -> Any:
+    """A library's function or class. Raises MissingDependency with the command that installs what is absent.
+
+    What another version calls otherwise is absent too.
+    """
     try:
-        return importlib.import_module(module)
+        found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise MissingDependency(error.name or module, remedy) from error
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        raise MissingDependency(f"{module}.{name}", remedy) from error
 
 
-def pinned_version(distribution: str, name: str) -> dict[str, str]:
-    """The installed version under `name`, and a "version_note" when it is not the one that has been checked."""
+def pinned_version(distribution: str, name: str, remedy: str) -> dict[str, str]:
+    """The installed version under `name`, and a note with the remedy when it is not the one that has been checked."""
     try:
         found = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         found = "unknown"
     if found == PINNED[distribution]:
         return {name: found}
-    return {name: found, "version_note": f"{name} {found} runs; {PINNED[distribution]} is the version that was checked"}
+    note = f"{name} {found} runs; {PINNED[distribution]} is the version that was checked, install it with: {remedy}"
+    return {name: found, VERSION_NOTE: note}
+
+
+def version_notes(facts: Mapping[str, str]) -> list[str]:
+    """What the facts of a reference say about versions that have not been checked."""
+    return [said for key, said in facts.items() if key.partition(".")[0] == VERSION_NOTE]
 
 
 def torch_versions() -> dict[str, str]:

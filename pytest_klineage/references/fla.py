@@ -40,7 +40,7 @@ class FlaReference(DeviceReference):
     def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
         if case.operator in PHASES:
             return PHASES[case.operator](case, self.remedy)
-        gdn = imported("fla.ops.gated_delta_rule", self.remedy).chunk_gated_delta_rule
+        gdn = imported("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", self.remedy)
         scale = case.shape["D"] ** -0.5
 
         def call(inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -61,7 +61,7 @@ class FlaReference(DeviceReference):
         return {"chunk": Variant(call)}
 
     def versions(self) -> dict[str, str]:
-        return torch_versions() | triton_version() | pinned_version("fla-core", "fla")
+        return torch_versions() | triton_version() | pinned_version("fla-core", "fla", self.remedy)
 
 
 def triton_version() -> dict[str, str]:

@@ -23,7 +23,7 @@ SOLVE_BLOCK = 16
 
 def gdn_cumsum(case: KernelCase, remedy: str) -> dict[str, Variant]:
     """chunk_local_cumsum."""
-    chunk_local_cumsum = imported("fla.ops.utils", remedy).chunk_local_cumsum
+    chunk_local_cumsum = imported("fla.ops.utils", "chunk_local_cumsum", remedy)
 
     def call(inputs: Tensors, outputs: Tensors) -> Tensors:
         return {"gc": chunk_local_cumsum(inputs["g"].unsqueeze(0), chunk_size=CHUNK).squeeze(0)}
@@ -33,9 +33,9 @@ def gdn_cumsum(case: KernelCase, remedy: str) -> dict[str, Variant]:
 
 def gdn_kkt_solve(case: KernelCase, remedy: str) -> dict[str, Variant]:
     """The fused kernel that its forward pass launches, and the two functions that it stands for."""
-    kernel: Any = imported("fla.ops.gated_delta_rule.chunk_fwd", remedy).chunk_gated_delta_rule_fwd_kkt_solve_kernel
-    kkt = imported("fla.ops.common.chunk_scaled_dot_kkt", remedy).chunk_scaled_dot_kkt_fwd
-    solve_tril = imported("fla.ops.utils", remedy).solve_tril
+    kernel: Any = imported("fla.ops.gated_delta_rule.chunk_fwd", "chunk_gated_delta_rule_fwd_kkt_solve_kernel", remedy)
+    kkt = imported("fla.ops.common.chunk_scaled_dot_kkt", "chunk_scaled_dot_kkt_fwd", remedy)
+    solve_tril = imported("fla.ops.utils", "solve_tril", remedy)
     key_heads, heads, width, _chunk, tokens = case.shape.values()
     grid = (-(-tokens // CHUNK), heads)
 
@@ -57,9 +57,9 @@ def gdn_kkt_solve(case: KernelCase, remedy: str) -> dict[str, Variant]:
 
 def gdn_fused_fwd(case: KernelCase, remedy: str) -> dict[str, Variant]:
     """recompute_w_u_fwd, chunk_gated_delta_rule_fwd_h and chunk_fwd_o: its three launches after the solve."""
-    recompute = imported("fla.ops.gated_delta_rule.wy_fast", remedy).recompute_w_u_fwd
-    carry = imported("fla.ops.common.chunk_delta_h", remedy).chunk_gated_delta_rule_fwd_h
-    outputs_of = imported("fla.ops.common.chunk_o", remedy).chunk_fwd_o
+    recompute = imported("fla.ops.gated_delta_rule.wy_fast", "recompute_w_u_fwd", remedy)
+    carry = imported("fla.ops.common.chunk_delta_h", "chunk_gated_delta_rule_fwd_h", remedy)
+    outputs_of = imported("fla.ops.common.chunk_o", "chunk_fwd_o", remedy)
     scale = case.shape["D"] ** -0.5
 
     def call(inputs: Tensors, outputs: Tensors) -> Tensors:

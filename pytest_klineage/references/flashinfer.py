@@ -47,7 +47,7 @@ class FlashInferReference(DeviceReference):
         return {"fmha": fmha, "topk": topk, "gdn": gdn}[case.operator](case, trial)
 
     def versions(self) -> dict[str, str]:
-        return torch_versions() | pinned_version("flashinfer-python", "flashinfer")
+        return torch_versions() | pinned_version("flashinfer-python", "flashinfer", REMEDY)
 
 
 def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
@@ -59,13 +59,13 @@ def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     """
     import torch
 
-    prefill = imported("flashinfer.prefill", REMEDY)
+    wrapper_of = imported("flashinfer.prefill", "BatchPrefillWithRaggedKVCacheWrapper", REMEDY)
     batch, heads, length, width = case.shape.values()
     together = case.options.get("layout", "bhsd") == "bshd"
     sequences, per_sequence = (batch, heads) if together else (batch * heads, 1)
     backend, dtype = BACKENDS[trial.platform], trial.inputs["q"].dtype
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=trial.device)
-    wrapper: Any = prefill.BatchPrefillWithRaggedKVCacheWrapper(workspace, kv_layout="NHD", backend=backend)
+    wrapper: Any = wrapper_of(workspace, kv_layout="NHD", backend=backend)
     starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32)
     wrapper.plan(
         starts, starts, per_sequence, per_sequence, width, causal=bool(case.options.get("causal", False)),
@@ -85,7 +85,7 @@ def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
 
 def topk(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     """flashinfer.top_k, unsorted. It selects with 32-bit indices; making them 64 bits wide is part of the call."""
-    top_k = imported("flashinfer.topk", REMEDY).top_k
+    top_k = imported("flashinfer.topk", "top_k", REMEDY)
     count = case.shape["K"]
 
     def call(inputs: Tensors, outputs: Tensors) -> Tensors:
@@ -99,7 +99,7 @@ def gdn(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     """The prefill kernel. Its gates are exp(g), its states value by key: both are converted outside of the clock."""
     import torch
 
-    prefill = imported("flashinfer.gdn_prefill", REMEDY).chunk_gated_delta_rule
+    prefill = imported("flashinfer.gdn_prefill", "chunk_gated_delta_rule", REMEDY)
     scale, tokens = case.shape["D"] ** -0.5, case.shape["T"]
     starts = torch.tensor([0, tokens], dtype=torch.int64, device=trial.device)
 

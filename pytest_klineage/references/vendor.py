@@ -8,7 +8,8 @@ from typing import ClassVar
 from pytest_klineage.errors import HarnessError, MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Trial, Variant
-from pytest_klineage.references.device import DeviceReference
+from pytest_klineage.references.device import VERSION_NOTE, DeviceReference
+from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
 MEMBERS = {
     "gemm": ("cublas",),
@@ -37,6 +38,9 @@ class VendorReference(DeviceReference):
     def operators(self) -> tuple[str, ...]:
         return tuple(MEMBERS)
 
+    def asks(self, operator: str) -> tuple[str, ...]:
+        return MEMBERS[operator]
+
     def limits(self, case: KernelCase, platform: str) -> str:
         refused = {name: self._libraries[name].limits(case, platform) for name in MEMBERS[case.operator]}
         return "" if not all(refused.values()) else "; ".join(f"{name}: {why}" for name, why in refused.items())
@@ -53,7 +57,7 @@ class VendorReference(DeviceReference):
             except MissingDependency as error:
                 absent[name] = f"{error.what} is not installed"
                 missing[error.what] = library.remedy
-            except (UsageError, RuntimeError, ValueError) as error:
+            except (UsageError, *REFUSALS) as error:
                 absent[name] = str(error)
             else:
                 found |= {f"{name}.{variant}": made for variant, made in variants.items()}
@@ -61,7 +65,8 @@ class VendorReference(DeviceReference):
             raise MissingDependency(" or ".join(missing), " or: ".join(missing.values()))
         if not found:
             causes = "; ".join(f"{name}: {why}" for name, why in absent.items())
-            raise HarnessError(f"no library runs {case.id} on {trial.platform}: {causes}")
+            kind = UnsupportedCase if all(map(refuses, absent.values())) else HarnessError
+            raise kind(f"no library runs it: {causes}")
         return found
 
     def chargeable(self, case: KernelCase) -> Collection[str] | None:
@@ -83,8 +88,8 @@ class VendorReference(DeviceReference):
         for name in MEMBERS[case.operator]:
             if name not in absent:
                 versions = self._libraries[name].versions()
-                if note := versions.pop("version_note", ""):
-                    described[f"version_note.{name}"] = note
+                if note := versions.pop(VERSION_NOTE, ""):
+                    described[f"{VERSION_NOTE}.{name}"] = note
                 described |= versions
         return described | {f"absent.{name}": why for name, why in absent.items()}
 

@@ -48,6 +48,9 @@ BY_CODE = {
         " case's own"
     ),
     Code.NOT_CAPTURABLE: "do not synchronize or allocate in the call, or take another --klineage-policy",
+    Code.SKIPPED_REFERENCE: (
+        "choose one of the references that the message names, another case, or compare with a kernel (against=)"
+    ),
     Code.SKIPPED_MEMORY: "take a smaller shape, or a GPU with more memory",
     Code.LOG_FLOOD: "remove the kernel's output",
     Code.OUT_OF_MEMORY: "use less scratch memory",

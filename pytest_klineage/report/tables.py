@@ -25,6 +25,8 @@ UNCERTAIN = "~"
 """Stands before a speedup that says little: see `aggregate.uncertain`."""
 NOTE_LINES = 3
 """About as long as the findings of one verdict may be in the notes."""
+VERSION_NOTE = "version_note"
+"""What a reference's facts on versions that were not checked are called, or begin with."""
 ONE_LINE = 100_000
 """Width of what is wrapped by whoever shows it."""
 
@@ -59,7 +61,7 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
 
 
 def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
-    """Why a verdict is not a plain acceptance, and what to do about it; nothing for accepted kernels."""
+    """Why a verdict is not a plain acceptance, with the next step; then versions of references that nobody checked."""
     lines: list[str] = []
     for verdict in verdicts:
         if verdict.status is Status.ACCEPTED:
@@ -68,7 +70,15 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
         text = f"{name}: {in_one_line(verdict.reasons, NOTE_LINES * width - len(name))}"
         lines += _wrapped(text, width, indent="    ")
         lines += ["    " + line for line in _wrapped(f"next: {next_step(verdict)}", width - 4)]
+    for note in _version_notes(verdicts):
+        lines += _wrapped(f"note: {note}", width, indent="    ")
     return lines
+
+
+def _version_notes(verdicts: Sequence[Verdict]) -> list[str]:
+    """What the references' facts say about versions that have not been checked, each once."""
+    facts = [fact for verdict in verdicts for fact in verdict.reference.items()]
+    return list(dict.fromkeys(said for key, said in facts if key.partition(".")[0] == VERSION_NOTE))
 
 
 def terminal_report(run: Run, width: int = WIDTH) -> str:

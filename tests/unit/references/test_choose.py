@@ -16,6 +16,7 @@ import torch
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.references import Trial, Variant, choose, flags
 from pytest_klineage.references.choose import WARMUP_CALLS, DeviceTimer
+from pytest_klineage.references.refusals import UnsupportedCase
 
 
 def trial() -> Trial:
@@ -78,10 +79,37 @@ def test_what_cannot_run_is_left_out_and_recorded(clock: Any) -> None:
     assert chosen.name == "a"
     assert chosen.facts()["variant_error.broken"].startswith("RuntimeError: No available kernel.")
     assert len(chosen.facts()["variant_error.broken"]) <= choose.CAUSE_LENGTH
-    with pytest.raises(HarnessError, match="broken: RuntimeError: No available kernel"):
+    with pytest.raises(UnsupportedCase, match="broken: RuntimeError: No available kernel"):
         choose.choose({"broken": Variant(refuse)}, trial())
-    with pytest.raises(HarnessError, match="broken"):
+    with pytest.raises(UnsupportedCase, match="broken"):
         choose.choose({"broken": Variant(refuse), "a": recording([], "a")}, trial(), chargeable=("broken",))
+
+
+@pytest.mark.parametrize(
+    ("said", "chargeable", "kind"),
+    [
+        ({"a": "no kernel", "b": "CUDA error: an illegal memory access was encountered"}, None, HarnessError),
+        ({"a": "no kernel", "b": "CUDA error: an illegal memory access was encountered"}, ("a",), UnsupportedCase),
+        ({"a": "no kernel", "b": "CUDA out of memory. Tried to allocate 2 GiB"}, ("b",), HarnessError),
+        ({"a": "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx"}, None, UnsupportedCase),
+        ({}, None, HarnessError),
+        ({"a": "no kernel"}, (), HarnessError),
+    ],
+)
+def test_none_is_left_by_a_refusal_only_where_all_that_count_refused(
+    said: dict[str, str], chargeable: tuple[str, ...] | None, kind: type[Exception], clock: Any
+) -> None:
+    def refusing(why: str) -> Variant:
+        def call(inputs: Any, outputs: Any) -> None:
+            raise RuntimeError(why)
+
+        return Variant(call)
+
+    variants = {name: refusing(why) for name, why in said.items()}
+    with pytest.raises(kind, match="no variant of the reference runs: ") as caught:
+        choose.choose(variants, trial(), chargeable=chargeable)
+    assert type(caught.value) is kind
+    assert all(why[:20] in str(caught.value) for why in said.values())
 
 
 def test_a_fault_of_ours_is_not_swallowed() -> None:
@@ -220,16 +248,16 @@ def test_a_variant_keeps_one_thread_and_calls_follow_one_another(clock: Any) -> 
     assert threads["a"] - {threading.get_ident()} != threads["b"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError, SystemExit])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, KeyError, SystemExit])
 def test_no_thread_is_left_when_a_variant_fails(error: type[BaseException], clock: Any) -> None:
     def refuse(inputs: Any, outputs: Any) -> None:
         raise error("it does not run")
 
     chosen_beside = {"a": recording([], "a"), "broken": Variant(refuse)}
-    if error in (RuntimeError, ValueError):
+    if error in (RuntimeError, ValueError, AssertionError):
         assert choose.choose(chosen_beside, trial()).name == "a"
         assert no_thread_is_left()
-        with pytest.raises(HarnessError, match="broken"):
+        with pytest.raises(UnsupportedCase, match="broken"):
             choose.choose(chosen_beside, trial(), chargeable=("broken",))
     else:
         with pytest.raises(error):

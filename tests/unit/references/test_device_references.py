@@ -289,12 +289,31 @@ def test_an_absent_library_is_named_with_its_remedy(key: str, missing: str, reme
 
 
 def test_another_version_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = {"fla-core": "0.5.0", "flashinfer-python": "0.7.0"}
+    versions = {"fla-core": "0.5.0", "flashinfer-python": "0.7.0", "triton": "3"}
     monkeypatch.setattr(device.importlib.metadata, "version", lambda name: versions[name])
-    assert device.pinned_version("fla-core", "fla") == {"fla": "0.5.0"}
-    other = device.pinned_version("flashinfer-python", "flashinfer")
+    assert device.pinned_version("fla-core", "fla", "pip") == {"fla": "0.5.0"}
+    other = reference("flashinfer").describe(case_of("topk"))
     assert other["flashinfer"] == "0.7.0"
-    assert "0.6.11" in other["version_note"]
+    note = (
+        "flashinfer 0.7.0 runs; 0.6.11 is the version that was checked, "
+        "install it with: pip install flashinfer-python==0.6.11"
+    )
+    assert other["version_note"] == note
+    assert device.version_notes(other) == [note]
+    versions["fla-core"] = "0.6.0"
+    both = reference("vendor").describe(make_case("gdn", (1, 2, 128, 64, 33), "bf16", "vendor"))
+    assert [said.split()[:2] for said in device.version_notes(both)] == [["flashinfer", "0.7.0"], ["fla", "0.6.0"]]
+    assert device.version_notes(both)[1].endswith("install it with: pip install flash-linear-attention==0.5.0")
+    assert device.version_notes({"version": "1", "flashinfer": "0.6.11"}) == []
+
+
+@pytest.mark.usefixtures("flashinfer")
+def test_what_another_version_calls_otherwise_is_missing(monkeypatch: pytest.MonkeyPatch, trial: MakeTrial) -> None:
+    monkeypatch.delattr(sys.modules["flashinfer.topk"], "top_k")
+    case = case_of("topk")
+    with pytest.raises(MissingDependency) as caught:
+        reference("flashinfer").prepare(case, trial(case))
+    assert (caught.value.what, caught.value.remedy) == ("flashinfer.topk.top_k", reference("flashinfer").remedy)
 
 
 # --- vendor -----------------------------------------------------------------------------------------------------------

@@ -211,3 +211,15 @@ def test_a_damaged_run_says_so(make_verdict: MakeVerdict) -> None:
     run = Run(path=Path("x"), info=None, records=run_of(make_verdict()).records, warnings=("the last line was cut",))
     assert "warning: the last line was cut" in terminal_report(run)
     assert "> the last line was cut" in markdown_report(run)
+
+
+def test_a_version_that_was_not_checked_is_said_once(make_verdict: MakeVerdict) -> None:
+    note = "fla 0.6.0 runs; 0.5.0 is the version that was checked, install it with: pip install fla==0.5.0"
+    own, one_of_many = {"label": "fla", "version_note": note}, {"label": "vendor", "version_note.fla": note}
+    verdicts = [make_verdict(reference=own), make_verdict(reference=one_of_many), make_verdict()]
+    assert " ".join(" ".join(note_lines(verdicts)).split()) == f"note: {note}"
+    assert note_lines([make_verdict(reference={"version": "1", "label": "torch"})]) == []
+
+
+def test_a_refused_case_has_a_next_step_of_its_own(make_verdict: MakeVerdict) -> None:
+    assert "references that the message names" in next_step(make_verdict(Code.SKIPPED_REFERENCE, None))
