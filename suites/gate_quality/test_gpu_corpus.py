@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -45,8 +46,13 @@ PARTS = {
 CLAIMS = {test: claim for tests in PARTS.values() for test, claim in tests.items()}
 LIMIT_S = 100.0
 """Of one part; what has been judged by then is what is published."""
+ALL_ON = "all-on"
+"""How a kernel was judged with no defence switched off; for a twin and a fault it goes without saying."""
 PASSED_ON = ("artifacts", "cache_dir")
 """Options of ours that the corpus needs as well."""
+CODE = "code"
+"""Property of a test in a report: the deciding code of a verdict."""
+NOT_RECORDED = "not recorded"
 LINE = re.compile(r"::(\w+)\[(.+)\] (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)")
 
 
@@ -60,6 +66,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     outcome: str
     """passed, failed, error, skipped, xfail or xpass."""
     seconds: float
+    codes: tuple[str, ...] = ()
+    """Deciding codes in the order of judgement: the kernel's own; after a fault, that of an honest kernel as well. None
+    where the naive harness ran, or where the report has none."""
 
     @property
     def holds(self) -> bool:
@@ -67,16 +76,33 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.outcome == "passed"
 
 
-def result_of(test: str, parameters: str, outcome: str, seconds: float) -> Result:
+def result_of(test: str, parameters: str, outcome: str, seconds: float, codes: Iterable[str] = ()) -> Result:
     """A result from a test's name and parameters."""
     kernel, _, how = parameters.partition("-")
-    return Result(claim=CLAIMS[test], kernel=kernel, how=how, outcome=outcome, seconds=seconds)
+    return Result(claim=CLAIMS[test], kernel=kernel, how=how, outcome=outcome, seconds=seconds, codes=tuple(codes))
 
 
 def run_part(config: pytest.Config, platform: str, part: str) -> tuple[list[Result], str]:
-    """Judge one part in a pytest of its own, reading its lines as they come. Returns the results and the last words."""
+    """Judge one part in a pytest of its own. Returns the results and the last words.
+
+    Its lines are read as they come; codes are in its report, which is only there when it came to its end.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "junit.xml"
+        results, words = lines_of_part(config, platform, part, report)
+        recorded = results_of_report(report) if report.exists() else []
+    codes = {(result.claim, result.kernel, result.how): result.codes for result in recorded}
+    return [
+        msgspec.structs.replace(result, codes=codes.get((result.claim, result.kernel, result.how), ()))
+        for result in results
+    ], words
+
+
+def lines_of_part(config: pytest.Config, platform: str, part: str, report: Path) -> tuple[list[Result], str]:
+    """Run that pytest, which writes a report at its end. Returns what its lines say, without codes."""
     command = [sys.executable, "-m", "pytest", *(f"{CORPUS / 'test_gpu_exploits.py'}::{test}" for test in PARTS[part])]
     command += ["-v", "--no-header", "-p", "no:cacheprovider", f"--klineage-platform={platform}", "--color=no"]
+    command.append(f"--junitxml={report}")
     for name in PASSED_ON:
         if value := config.getoption(f"klineage_{name}"):
             command.append(f"--klineage-{name.replace('_', '-')}={Path(value).absolute()}")
@@ -100,7 +126,7 @@ def run_part(config: pytest.Config, platform: str, part: str) -> tuple[list[Resu
 
 
 def results_of_report(report: Path) -> list[Result]:
-    """Results from a JUnit report of the corpus."""
+    """Results from a JUnit report of the corpus. Reports of before have no codes."""
     results = []
     for test in ElementTree.parse(report).iter("testcase"):
         name, _, parameters = test.get("name", "").partition("[")
@@ -108,7 +134,8 @@ def results_of_report(report: Path) -> list[Result]:
             continue
         tags = {child.tag for child in test} & {"failure", "error", "skipped"}
         outcome = {"failure": "failed"}.get(min(tags), min(tags)) if tags else "passed"
-        results.append(result_of(name, parameters.rstrip("]"), outcome, float(test.get("time", 0))))
+        codes = [item.get("value", "") for item in test.iter("property") if item.get("name") == CODE]
+        results.append(result_of(name, parameters.rstrip("]"), outcome, float(test.get("time", 0)), codes))
     return results
 
 
@@ -118,6 +145,12 @@ def header(kernel: str, field: str) -> str:
         if path.stem == kernel and (found := re.search(rf"^(?://|#) ?{field}: (.+)$", path.read_text(), re.M)):
             return found.group(1)
     return ""
+
+
+def decided_by(results: Iterable[Result]) -> str:
+    """What decided over a kernel with all defences on, as far as it is recorded."""
+    shown = [row for row in results if row.how in ("", ALL_ON)]
+    return " or ".join(dict.fromkeys(row.codes[0] if row.codes else NOT_RECORDED for row in shown))
 
 
 def report_of(results: Iterable[Result], platform: str) -> str:
@@ -130,13 +163,14 @@ def report_of(results: Iterable[Result], platform: str) -> str:
         chosen = [row for row in rows if row.claim == claim]
         skipped = sum(row.outcome == "skipped" for row in chosen)
         lines.append(f"| {claim} | {sum(row.holds for row in chosen)} | {len(chosen) - skipped} | {skipped} |")
-    lines += ["", "| kernel | entry | expected | as expected | not |", "|---|---|---|---|---|"]
+    lines += ["", "What decided is that with all defences on; the rows in JSON have the codes of every trial.", ""]
+    lines += ["| kernel | entry | expected | decided | as expected | not |", "|---|---|---|---|---|---|"]
     for kernel in sorted({row.kernel for row in rows}):
         chosen = [row for row in rows if row.kernel == kernel and row.outcome != "skipped"]
         held = f"{sum(row.holds for row in chosen)}/{len(chosen)}"
-        amiss = ", ".join(f"{row.claim} ({row.how or 'all-on'})" for row in chosen if not row.holds)
+        amiss = ", ".join(f"{row.claim} ({row.how or ALL_ON})" for row in chosen if not row.holds)
         expected = header(kernel, "expect").replace("|", "or")
-        lines.append(f"| {kernel} | {header(kernel, 'id')} | {expected} | {held} | {amiss} |")
+        lines.append(f"| {kernel} | {header(kernel, 'id')} | {expected} | {decided_by(chosen)} | {held} | {amiss} |")
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,40 @@ from pytest_klineage.surfaces.python import parse
 
 JUNIT = """<testsuites><testsuite>
 <testcase name="test_attack_is_rejected[S1_unwritten-all-on]" time="1.5"/>
+<testcase name="test_attack_is_rejected[S2_half_output-all-on]" time="1"><properties>
+<property name="code" value="wrong_value.unwritten"/></properties></testcase>
+<testcase name="test_attack_gets_through_without_its_defence[S2_half_output-poison]" time="1"><properties>
+<property name="code" value="accepted.faster"/></properties></testcase>
+<testcase name="test_fault_ends_its_own_kernel_only[trap]" time="2"><properties><property name="other" value="x"/>
+<property name="code" value="runtime_error.cuda_error"/><property name="code" value="accepted.faster"/></properties>
+</testcase>
 <testcase name="test_attack_is_rejected[T18_super_batch-all-on]" time="1"><failure message="accepted"/></testcase>
 <testcase name="test_benign_twin_is_left_alone[C13_tiny]" time="0.5"><skipped message="no GPU"/></testcase>
 <testcase name="test_something_else[x]" time="9"/>
 </testsuite></testsuites>"""
+FAKE_GATE = """
+import os, types
+import pytest
+from pytest_klineage.records import Code
+
+def judge(exploit, without=frozenset()):
+    code = Code.CRASH if exploit.path.parent.name == "faults" else Code.ACCEPTED_FASTER
+    return types.SimpleNamespace(code=code, status=code.status, scored=code is Code.ACCEPTED_FASTER, reasons=(), log="")
+
+GIVEN = dict.fromkeys(("platform", "corpus_settings", "built", "gate"), "none") | {{"judge_exploit": judge}}
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef, request):
+    if fixturedef.argname in GIVEN:
+        value = GIVEN[fixturedef.argname]
+        fixturedef.cached_result = (value, fixturedef.cache_key(request), None)
+        return value
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish():
+    {ends} or os._exit(1)
+"""
+"""A pytest plugin that judges without a GPU, and can end its pytest before there is a report."""
 SAMPLES = tuple(1.0 + index / 1000 for index in range(24))
 
 
@@ -55,12 +86,54 @@ def test_a_report_of_the_corpus_becomes_a_table(tmp_path: Path) -> None:
     report = tmp_path / "junit.xml"
     report.write_text(JUNIT)
     results = corpus.results_of_report(report)
-    assert [result.outcome for result in results] == ["passed", "failed", "skipped"]
+    assert [result.outcome for result in results] == ["passed", "passed", "passed", "passed", "failed", "skipped"]
     table = corpus.report_of(results, "sm90")
-    assert "| rejected | 1 | 2 | 0 |" in table
+    assert "| rejected | 2 | 3 | 0 |" in table
     assert "| twin left alone | 0 | 0 | 1 |" in table
-    assert "| S1_unwritten | S1 | wrong_value.unwritten | 1/1 |  |" in table
+    assert "| S1_unwritten | S1 | wrong_value.unwritten | not recorded | 1/1 |  |" in table
+    assert "| S2_half_output | S2 | wrong_value.unwritten | wrong_value.unwritten | 2/2 |  |" in table
+    assert "| trap | E8 | runtime_error.* | runtime_error.cuda_error | 1/1 |  |" in table
     assert "rejected (all-on) |" in next(line for line in table.splitlines() if "T18_super_batch" in line)
+
+
+def test_the_codes_of_a_report_are_in_the_rows(tmp_path: Path) -> None:
+    report, rows = tmp_path / "junit.xml", tmp_path / "rows.jsonl"
+    report.write_text(JUNIT)
+    results = corpus.results_of_report(report)
+    assert {result.kernel: result.codes for result in results if result.how in ("", "all-on")} == {
+        "S1_unwritten": (), "S2_half_output": ("wrong_value.unwritten",), "T18_super_batch": (), "C13_tiny": (),
+        "trap": ("runtime_error.cuda_error", "accepted.faster"),
+    }  # fmt: skip
+    rows.write_bytes(b"".join(msgspec.json.encode(result) + b"\n" for result in results))
+    assert on_gpu.kept_rows(rows, corpus.Result, without=lambda result: False) == results
+
+
+def test_published_reports_and_rows_are_read_with_codes_or_without() -> None:
+    published = corpus.ROOT / "results"
+    of_report = corpus.results_of_report(published / "gpu-tests" / "junit.xml")
+    of_rows = on_gpu.kept_rows(
+        published / "gate_quality" / "corpus-sm90.jsonl", corpus.Result, without=lambda result: False
+    )
+    assert of_report
+    assert of_rows
+    row = b'{"claim":"rejected","kernel":"N2_half_sums","how":"all-on","outcome":"passed","seconds":5.942}'
+    assert msgspec.json.decode(row, type=corpus.Result).codes == ()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_part_that_runs_hands_on_the_code_of_every_judgement(
+    ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fake_gate.py").write_text(FAKE_GATE.format(ends=ends))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p fake_gate")
+    config: Any = types.SimpleNamespace(getoption=lambda name: None)
+    results, words = corpus.run_part(config, "cpu", "left_alone")
+    assert {result.claim for result in results} == set(corpus.PARTS["left_alone"].values()), words
+    for result in results:
+        left_alone = ("accepted.faster",) if result.holds else ()
+        own = ("runtime_error.crash",) if result.claim.startswith("fault") else ()
+        assert result.codes == (own + left_alone if ends else ()), words
 
 
 def test_a_line_of_a_running_corpus_is_read() -> None:

@@ -1,4 +1,4 @@
-"""compute-sanitizer on a GPU: the experts are clean under every tool, and each of three defects is found by its own."""
+"""compute-sanitizer on a GPU: the experts are clean under every tool, and each of four defects is found by its own."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def test_an_expert_is_clean(case: KernelCase, watch: Watch) -> None:
         ("out_of_bounds_read.cu", "memcheck", "Invalid __global__ read of size 2 bytes"),
         ("shared_race.cu", "racecheck", "Race reported"),
         ("uninitialised_read.cu", "initcheck", "Uninitialized __global__ memory read of size 2 bytes"),
+        ("divergent_barrier.cu", "synccheck", "Divergent thread(s) in block"),
     ],
 )
 def test_a_defect_is_found(name: str, tool: str, words: str, watch: Watch) -> None:
