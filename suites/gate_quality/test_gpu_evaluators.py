@@ -1,15 +1,17 @@
-"""The same GEMM judged by the gate and by other evaluators' algorithms: verdicts per minute, spread of the speedup.
+"""The same GEMM judged by the gate and by other evaluators: verdicts per minute, spread of the speedup.
 
 pytest suites/gate_quality/test_gpu_evaluators.py --platform sm90              all; published after each
 pytest suites/gate_quality/test_gpu_evaluators.py --platform sm90 -k gate      one; the others' rows are kept
 
-The algorithms are in evaluators/, written anew from descriptions of KernelBench and flashinfer-bench. Nothing is built
+flashinfer-bench judges itself where it is installed (pip install flashinfer-bench==0.1.2). KernelBench is no package:
+its algorithm, and a later one of flashinfer-bench, are in evaluators/, written anew from descriptions. Nothing is built
 while the time runs: the kernel that all of them judge is built before.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +38,8 @@ from pytest_klineage.records import KernelCase, KernelSource, Surface, Verdict
 VERDICTS = 5
 LEAST = 2
 """Verdicts that are waited for, whatever they take; below two there is no spread."""
+TOOL_VERSION = "0.1.2"
+"""Of flashinfer-bench: the one that was read, and is asked for where none is installed."""
 T = TypeVar("T")
 
 
@@ -50,13 +54,19 @@ class Evaluator(NamedTuple):
     module: str = ""
     fresh: bool = False
     """Whether every verdict has a process of its own, as the tool's batch script gives it one."""
+    distribution: str = ""
+    """The installed tool that judges; empty where it is an algorithm of this folder."""
 
 
 EVALUATORS = {
-    "gate": Evaluator("the gate, policy `paired`", "kept; new workers for each verdict", 25.0),
+    "gate": Evaluator("the gate, policy `paired`", "kept; new workers for each verdict", 45.0),
     "kernelbench": Evaluator("KernelBench's algorithm", "a new one", 20.0, "evaluators.kernelbench", True),
     "flashinfer_bench": Evaluator("flashinfer-bench's algorithm", "kept", 12.0, "evaluators.flashinfer_bench"),
-}
+    "flashinfer_bench_tool": Evaluator(
+        "flashinfer-bench", "kept, and its worker", 40.0, "evaluators.flashinfer_bench_tool",
+        distribution="flashinfer-bench",
+    ),
+}  # fmt: skip
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +91,13 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     candidate_samples_ms: tuple[tuple[float, ...], ...]
     machine: str
     judged_at: str
+    version: str = ""
+    """Of the tool that judged; empty for an algorithm of this folder, and for the gate."""
+
+    @property
+    def title(self) -> str:
+        """The evaluator's name, with its version if it is an installed tool."""
+        return f"{EVALUATORS[self.evaluator].title} {self.version}".strip()
 
     @property
     def per_minute(self) -> float:
@@ -111,22 +128,34 @@ def report_of(rows: list[Evaluated], platform: str) -> str:
     last = rows[-1]
     lines = [
         f"# One kernel, {len(EVALUATORS)} evaluators on {platform}: {last.case}\n",
-        f"{last.machine}, {last.judged_at}. {last.kernel}, built before, against cuBLAS by `torch.mm`. The algorithms "
-        "of KernelBench (commit 423217d) and flashinfer-bench (40e6ca7) were written anew from descriptions of their "
-        "sources (`suites/gate_quality/evaluators/`): these are not the tools themselves.\n",
+        f"{last.machine}, {last.judged_at}. {last.kernel}, built before, against cuBLAS by `torch.mm`. "
+        f"{which_are_tools(rows)}\n",
         "| evaluator | process | clock | verdicts | seconds each, median (largest) | per minute | speedup: smallest "
         "| median | largest | half-range | own interval |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     order = list(EVALUATORS)
     lines += [line_of(row) for row in sorted(rows, key=lambda row: order.index(row.evaluator))]
-    lines += [f"\n{EVALUATORS[row.evaluator].title}: {'; '.join(row.refused)}" for row in rows if row.refused]
+    lines += [f"\n{row.title}: {'; '.join(row.refused)}" for row in rows if row.refused]
     notes = (
         "Where a process is kept, a first verdict is left out. The gate checks in every regime, with new inputs in "
         "every timed call, and names the kernels that were executed; the others check first and then time on the same "
-        "inputs."
+        "inputs. flashinfer-bench itself gives one mean for each side and verdict, and no single calls."
     )
     return "\n".join([*lines, "", notes, "", f"Raw samples: `evaluators-{platform}.jsonl`."])
+
+
+def which_are_tools(rows: list[Evaluated]) -> str:
+    """Which rows are tools as they install, which are algorithms and why."""
+    tools = [row.title for row in rows if row.version]
+    install = f"`pip install flashinfer-bench=={TOOL_VERSION}`"
+    itself = f"{tools[0]} is the tool, as pip installs it" if tools else f"flashinfer-bench ({install}) has not judged"
+    return (
+        f"{itself}. KernelBench is on no package index: its row is its algorithm (commit 423217d), written anew from a "
+        "description of its source (`suites/gate_quality/evaluators/`). So is flashinfer-bench's algorithm, of a later "
+        "source (40e6ca7) than the release: it takes medians of what CUPTI saw on the device, where the release takes "
+        "means between events, with the time that the host needs to launch. That is what sets the two rows apart."
+    )
 
 
 def line_of(row: Evaluated) -> str:
@@ -138,7 +167,7 @@ def line_of(row: Evaluated) -> str:
         figures = (min(row.speedups), median(row.speedups), max(row.speedups))
         spread = " | ".join([*(f"{figure:.4f}" for figure in figures), f"{100 * row.half_range:.2f} %"])
     own = f"+-{100 * median(row.half_widths):.2f} %" if row.half_widths else "none"
-    head = f"{evaluator.title} | {evaluator.process} | {row.clock} | {len(row.seconds)}"
+    head = f"{row.title} | {evaluator.process} | {row.clock} | {len(row.seconds)}"
     return f"| {head} | {spent} | {spread} | {own} |"
 
 
@@ -171,7 +200,7 @@ def row_of_gate(
 
 
 def by_other(name: str, platform: str, settings: GateSettings, request: Request, label: str, count: int) -> Evaluated:
-    """Verdicts of another evaluator's algorithm: each in a process of its own, or all in one that is warm."""
+    """Verdicts of another evaluator: each in a process of its own, or all in one that is warm."""
     evaluator = EVALUATORS[name]
 
     def in_a_new_process() -> Judged:
@@ -206,6 +235,7 @@ def row_of_other(
         reference_samples_ms=tuple(verdict.reference_samples_ms for verdict in right),
         candidate_samples_ms=tuple(verdict.candidate_samples_ms for verdict in right),
         machine=machine, judged_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        version=version_of(EVALUATORS[name]),
     )  # fmt: skip
 
 
@@ -220,6 +250,15 @@ def request_for(
     return Request(
         case=case, surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, blas_library=library
     )
+
+
+def version_of(evaluator: Evaluator) -> str:
+    """The version of the installed tool that judges; empty where none does. Skips where it is not installed."""
+    name = evaluator.distribution
+    try:
+        return importlib.metadata.version(name) if name else ""
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{name} is not installed: pip install {name}=={TOOL_VERSION}")
 
 
 def expert_of(platform: str) -> KernelSource:
@@ -237,6 +276,7 @@ def test_gpu_evaluators(
 ) -> None:
     """Every evaluator calls the expert right, and gives a speedup for every verdict."""
     platform, settings = gpu_platform(klineage_session), klineage_session.gate_settings
+    version_of(EVALUATORS[name])
     case = msgspec.structs.replace(paper_case("gemm", "gpu", "cublas"), at_least=1e-4)
     source = expert_of(platform)
     count = max(LEAST, request.config.getoption("--verdicts", VERDICTS))

@@ -17,36 +17,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
 
 import test_gpu_evaluators as suite
-from evaluators import flashinfer_bench, kernelbench
+from cpu_gemm import CASE, built
+from evaluators import flashinfer_bench, flashinfer_bench_tool, kernelbench
 from evaluators.clocks import ClockFailure
 from evaluators.problem import Judged, Problem, Request, Run
 from evaluators.process import Process, ProcessEnded
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators import make_case, paper_case
-from pytest_klineage.records import Code, Interval, KernelSource, Reason, SourceFile, Surface, Timing, Verdict
-from pytest_klineage.surfaces.cpp import CppBackend
+from pytest_klineage.records import Code, Interval, Reason, Surface, Timing, Verdict
 
 SUITE = Path(suite.__file__).parent
-CASE = make_case("gemm", (16, 24, 32), "fp32", "torch")
-KERNELS = r"""
-#include "klineage.h"
-static int gemm(const klineage_call *call, float factor) {
-    const float *a = (const float *)call->inputs[0].data, *b = (const float *)call->inputs[1].data;
-    float *c = (float *)call->outputs[0].data;
-    const long m = call->inputs[0].shape[0], k = call->inputs[0].shape[1], n = call->inputs[1].shape[1];
-    for (long i = 0; i < m; ++i)
-        for (long j = 0; j < n; ++j) {
-            float sum = 0;
-            for (long l = 0; l < k; ++l) sum += a[i * k + l] * b[l * n + j];
-            c[i * n + j] = factor * sum;
-        }
-    return 0;
-}
-extern "C" int right(const klineage_call *call) { return gemm(call, 1.0f); }
-extern "C" int wrong(const klineage_call *call) { return gemm(call, 1.1f); }
-extern "C" int infinite(const klineage_call *call) { return gemm(call, 1e38f); }
-"""
 ECHO = """
 import os, sys, time
 import msgspec
@@ -92,8 +73,7 @@ class FakeClock:
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The kernels, built."""
-    source = KernelSource(surface=Surface.CPP, files=(SourceFile(name="gemm.cpp", text=KERNELS),), entry="right")
-    return CppBackend().build(source, tmp_path_factory.mktemp("cache"), platform="cpu", timeout_s=60).artifact
+    return built(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
@@ -235,18 +215,38 @@ def test_the_table_has_verdicts_per_minute_and_the_spread() -> None:
         evaluated("kernelbench", (0.98, 1.02, 1.0)),
         evaluated("gate", (1.0, 1.004, 1.002), half_widths=(0.01, 0.012, 0.008)),
         evaluated("flashinfer_bench", (), refused=("set 0: 3 elements",)),
+        evaluated("flashinfer_bench_tool", (0.97, 0.97, 0.97), refused=("INCORRECT_DTYPE: no",), version="0.1.2"),
     ]
     lines = suite.report_of(rows, "sm90").splitlines()
     shown = [line for line in lines if line.startswith("| ")][1:]
-    assert [line.split(" | ")[0] for line in shown] == [
-        f"| {item.title}" for item in suite.EVALUATORS.values()
-    ]  # fmt: skip
+    titles = [item.title for item in suite.EVALUATORS.values()]
+    assert [line.split(" | ")[0] for line in shown] == [f"| {title}" for title in (*titles[:3], f"{titles[3]} 0.1.2")]
     assert "| 3 | 3.00 (4.00) | 20.0 | 1.0000 | 1.0020 | 1.0040 | 0.20 % | +-1.00 % |" in shown[0]
     assert shown[1].endswith("| 0.9800 | 1.0000 | 1.0200 | 2.00 % | none |")
     assert "flashinfer-bench's algorithm: set 0: 3 elements" in lines
+    assert "flashinfer-bench 0.1.2: INCORRECT_DTYPE: no" in lines
     head = next(line for line in lines if line.startswith("| evaluator"))
     assert {line.count("|") for line in shown} == {head.count("|")}
     assert msgspec.json.decode(msgspec.json.encode(rows[1]), type=suite.Evaluated) == rows[1]
+
+
+def test_the_page_says_which_row_is_a_tool_and_what_to_install_where_none_is() -> None:
+    gate, tool = evaluated("gate", (1.0,)), evaluated("flashinfer_bench_tool", (1.0,), version="0.1.2")
+    assert "flashinfer-bench 0.1.2 is the tool, as pip installs it" in suite.report_of([gate, tool], "sm90")
+    without = suite.report_of([gate], "sm90")
+    assert "`pip install flashinfer-bench==0.1.2`) has not judged" in without
+    assert "is the tool" not in without
+
+
+def test_without_the_tool_its_part_is_skipped_with_the_command() -> None:
+    evaluator = suite.EVALUATORS["flashinfer_bench_tool"]
+    assert suite.version_of(evaluator._replace(distribution="pytest")) == pytest.__version__
+    assert suite.version_of(suite.EVALUATORS["kernelbench"]) == ""
+    with pytest.raises(
+        pytest.skip.Exception, match=r"no-such-tool is not installed: pip install no-such-tool==0\.1\.2"
+    ):
+        suite.version_of(evaluator._replace(distribution="no-such-tool"))
+    assert evaluator.distribution == flashinfer_bench_tool.DISTRIBUTION
 
 
 def test_verdicts_stop_at_the_count_or_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,10 @@ def test_a_wrong_verdict_of_another_evaluator_is_kept_as_a_refusal() -> None:
     assert row.per_minute == 40
 
 
-@pytest.mark.parametrize(("name", "processes", "questions"), [("kernelbench", 3, 3), ("flashinfer_bench", 1, 4)])
+@pytest.mark.parametrize(
+    ("name", "processes", "questions"),
+    [("kernelbench", 3, 3), ("flashinfer_bench", 1, 4), ("flashinfer_bench_tool", 1, 4)],
+)
 def test_a_process_is_new_for_every_verdict_or_kept_with_a_first_left_out(
     name: str, processes: int, questions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -312,6 +315,7 @@ def test_a_process_is_new_for_every_verdict_or_kept_with_a_first_left_out(
     monkeypatch.setattr(suite, "process_on", start)
     monkeypatch.setattr(suite, "alone", lambda platform: contextlib.nullcontext())
     monkeypatch.setattr(suite, "device_name", lambda platform: "NVIDIA H200")
+    monkeypatch.setattr(suite, "version_of", lambda evaluator: evaluator.distribution and "0.1.2")
     request = Request(case=CASE, surface="cuda", artifact="kernel.so", entry="run")
     settings: Any = None
     row = suite.by_other(name, "sm90", settings, request, "expert", 3)
@@ -320,6 +324,7 @@ def test_a_process_is_new_for_every_verdict_or_kept_with_a_first_left_out(
     assert row.speedups == tuple(range(questions - 2, questions + 1))
     assert (row.first_s is None) == (processes == 3)
     assert row.machine == "NVIDIA H200"
+    assert row.version == ("0.1.2" if name == "flashinfer_bench_tool" else "")
 
 
 def test_every_evaluator_but_the_gate_is_a_script_that_is_there() -> None:
@@ -338,5 +343,5 @@ def test_on_a_cpu_everything_is_skipped_with_the_reason(pytestconfig: pytest.Con
     done = subprocess.run(
         command, cwd=pytestconfig.rootpath, capture_output=True, text=True, timeout=120, check=False
     )  # fmt: skip
-    assert "3 skipped" in done.stdout
+    assert "4 skipped" in done.stdout
     assert "measures on a GPU" in done.stdout

@@ -1,1 +1,1 @@
-"""How other evaluators judge a GEMM, written anew from descriptions. The suite that compares them is beside it."""
+"""How other evaluators judge a GEMM: themselves, or their algorithms written anew. The suite is beside it."""

@@ -1,5 +1,7 @@
 """A verdict as flashinfer-bench comes to it (commit 40e6ca7), written anew. One process judges many kernels.
 
+This source is later than the release that pip installs, which times otherwise: flashinfer_bench_tool.py drives that.
+
 The baseline first: three sets of inputs, the reference's outputs and times. Then the candidate: outputs of the right
 shape and type, finite, with no element whose absolute and relative error both exceed 1e-2; 10 warm-up calls and 50
 timed ones on each set. The median of each set, the mean of the medians.

@@ -84,8 +84,7 @@ class Problem:
         self.case, self.device = request.case, device
         self._signature = operator("gemm").signature(request.case)
         self._kernel = surface_backend(request.surface).load(Path(request.artifact), request.entry, "")
-        if request.blas_library:
-            write_flags({"blas_library": request.blas_library})
+        use_library(request)
 
     def inputs(self, number: int) -> Tensors:
         """The n-th set of random inputs; every process makes the same."""
@@ -111,19 +110,52 @@ class Problem:
 
     def candidate(self, inputs: Tensors, output: torch.Tensor) -> Run:
         """The kernel's call, on the stream that is current now."""
-        import torch
-
-        stream = torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
         specs = self._signature.inputs
-        slot = Slot(
-            inputs=tuple(placed(spec, inputs[spec.name]) for spec in specs),
-            outputs=(placed(self._signature.outputs[0], output),),
-        )
-        invoke: Any = self._kernel.bind(AnyMemory(stream), slot, {})
+        invoke: Any = self.bound([inputs[spec.name] for spec in specs], output, self.stream())
         # It holds addresses; the memory behind them must not be given back while it lives.
         invoke.tensors = inputs, output
         run: Run = invoke
         return run
+
+    def bound(self, inputs: Sequence[torch.Tensor], output: torch.Tensor, stream: int) -> Run:
+        """The kernel's call on these addresses, which holds no tensor: they must live when it is made."""
+        specs = self._signature.inputs
+        slot = Slot(
+            inputs=tuple(placed(spec, tensor) for spec, tensor in zip(specs, inputs, strict=True)),
+            outputs=(placed(self._signature.outputs[0], output),),
+        )
+        return self._kernel.bind(AnyMemory(stream), slot, {})
+
+    def stream(self) -> int:
+        """The stream that is current now; 0 on a CPU."""
+        import torch
+
+        return torch.cuda.current_stream().cuda_stream if self.device == "cuda" else 0
+
+
+class Called:
+    """A problem's candidate as a function of two inputs and an output, for a tool that brings its own tensors.
+
+    A call is bound once for every stream and set of addresses. They are few, as torch's allocator gives the same ones
+    again, and binding takes longer than a launch: a tool that times the host too would time it.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._bound: dict[tuple[int, ...], Run] = {}
+
+    def __call__(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+        key = (self._problem.stream(), a.data_ptr(), b.data_ptr(), c.data_ptr())
+        run = self._bound.get(key)
+        if run is None:
+            run = self._bound[key] = self._problem.bound((a, b), c, key[0])
+        run()
+
+
+def use_library(request: Request) -> None:
+    """Have torch call the request's library for products, in the whole process."""
+    if request.blas_library:
+        write_flags({"blas_library": request.blas_library})
 
 
 def placed(spec: TensorSpec, tensor: torch.Tensor) -> Placement:
