@@ -1,4 +1,8 @@
-"""Naive and expert kernels of experts/*/sm90-cuda on a GPU: right at neighbouring shapes, refused outside of them."""
+"""Naive and expert kernels of experts/*/sm90-* on a GPU: right at neighbouring shapes, CUDA's refused outside of them.
+
+Triton and TileLang compile what their files do not declare in the worker, when it is called: without a network, in
+folders of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from device import need_module
 
-from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.errors import MissingDependency
+from pytest_klineage.library.experts import find_experts
 from pytest_klineage.operators import make_case
-from pytest_klineage.records import Code, KernelCase, Verdict
+from pytest_klineage.records import Code, KernelCase, KernelSource, Surface, Verdict
+from pytest_klineage.surfaces.toolkit import find_toolkit
 
 pytestmark = pytest.mark.gpu
 
-EXPERTS = {item.operator: item for item in find_experts(Path(__file__).parents[2] / "experts", "sm90")
-           if item.surface == "cuda"}  # fmt: skip
+EXPERTS = {(item.operator, item.surface): item for item in find_experts(Path(__file__).parents[2] / "experts", "sm90")}
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -68,26 +74,63 @@ REFUSED = (
 """What the experts' contracts leave out: a message, never a wrong answer."""
 
 
-def folder(operator: str, variant: str) -> Expert:
-    """The operator's folder; skips where it has no such kernel."""
-    if operator not in EXPERTS or variant not in EXPERTS[operator].variants:
-        pytest.skip(f"experts/{operator}/sm90-cuda has no {variant!r} kernel")
-    return EXPERTS[operator]
+COMPILED_WHEN_CALLED = Neighbours("gemm", "bf16", ((512, 768, 320), (131, 70, 65)))
+"""Rows that TMA takes, and rows that it does not; TileLang needs seconds for each, in every new process."""
+COMPILER_LIMITS = {"load_timeout_s": 60.0, "run_timeout_s": 60.0}
+"""Importing TileLang takes seconds; the first call includes its compiler."""
+
+
+def kernel(operator: str, surface: Surface, variant: str, platform: str) -> KernelSource:
+    """One kernel of the experts; skips where there is none for the platform."""
+    expert = EXPERTS.get((operator, surface))
+    if expert is None or variant not in expert.variants:
+        pytest.skip(f"experts/{operator}/sm90-{surface.value} has no {variant!r} kernel")
+    platforms = expert.platforms_of(expert.variants[variant])
+    if platform not in platforms:
+        pytest.skip(f"experts/{operator}/sm90-{surface.value}: {variant!r} is for {', '.join(platforms)} only")
+    return expert.source(variant)
+
+
+def assert_right(verdict: Verdict, neighbours: Neighbours) -> None:
+    """The kernel was timed, and every neighbouring shape was tried."""
+    assert verdict.scored, [(reason.code.value, reason.message) for reason in verdict.reasons] + [verdict.log]
+    tried = {tuple(check.shape.values()) for check in verdict.checks if check.shape}
+    assert tried == set(neighbours.shapes[1:])
+
+
+def need_compiler(surface: Surface) -> None:
+    """Skips where the language, or the compiler that it calls, is not installed."""
+    need_module(surface.value)
+    if surface is Surface.TILELANG:
+        try:
+            find_toolkit()
+        except MissingDependency as error:
+            pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("variant", ["naive", "expert"])
 @pytest.mark.parametrize("neighbours", [pytest.param(item, id=item.name) for item in SUPPORTED])
 def test_a_kernel_is_right_at_neighbouring_shapes(
-    neighbours: Neighbours, variant: str, judge: Callable[..., Verdict]
+    neighbours: Neighbours, variant: str, platform: str, judge: Callable[..., Verdict]
 ) -> None:
-    verdict = judge(neighbours.case(), folder(neighbours.operator, variant).source(variant))
-    assert verdict.scored, [(reason.code.value, reason.message) for reason in verdict.reasons]
-    tried = {tuple(check.shape.values()) for check in verdict.checks if check.shape}
-    assert tried == set(neighbours.shapes[1:])
+    source = kernel(neighbours.operator, Surface.CUDA, variant, platform)
+    assert_right(judge(neighbours.case(), source), neighbours)
+
+
+@pytest.mark.parametrize("variant", ["naive", "expert"])
+@pytest.mark.parametrize("surface", [Surface.TRITON, Surface.TILELANG], ids=lambda surface: surface.value)
+def test_a_kernel_that_is_compiled_when_it_is_called_is_right(
+    surface: Surface, variant: str, platform: str, judge: Callable[..., Verdict]
+) -> None:
+    need_compiler(surface)
+    source = kernel(COMPILED_WHEN_CALLED.operator, surface, variant, platform)
+    assert_right(judge(COMPILED_WHEN_CALLED.case(), source, **COMPILER_LIMITS), COMPILED_WHEN_CALLED)
 
 
 @pytest.mark.parametrize("neighbours", [pytest.param(item, id=item.name) for item in REFUSED])
-def test_what_an_expert_does_not_support_it_refuses(neighbours: Neighbours, judge: Callable[..., Verdict]) -> None:
-    verdict = judge(neighbours.case(), folder(neighbours.operator, "expert").source("expert"))
+def test_what_an_expert_does_not_support_it_refuses(
+    neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
+) -> None:
+    verdict = judge(neighbours.case(), kernel(neighbours.operator, Surface.CUDA, "expert", platform))
     assert verdict.code is Code.RETURNED_ERROR, [(reason.code.value, reason.message) for reason in verdict.reasons]
     assert len(verdict.reasons[0].message) > len("the kernel returned 1: ")

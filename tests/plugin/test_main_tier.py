@@ -1,10 +1,11 @@
 """The main tier collects what it says, for the methods and the platform that the user names. Nothing is measured.
 
-Where nvcc is, a few of its GPU kernels are built.
+Where nvcc is, one GPU kernel of each surface is built for each platform.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import MissingDependency
+from pytest_klineage.records import Code, Surface
+from pytest_klineage.results import list_runs, read_run
 from pytest_klineage.surfaces.toolkit import find_toolkit
 
 
 def main_tier(config: pytest.Config, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "suites/main_tier", *arguments]
-    return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_ids_are_sorted_and_name_the_method(pytestconfig: pytest.Config) -> None:
@@ -79,20 +82,35 @@ def nvcc_is_missing() -> str:
 
 
 @pytest.mark.skipif(bool(nvcc_is_missing()), reason=nvcc_is_missing() or "nvcc is there")
-@pytest.mark.parametrize(
-    ("platform", "method", "chosen", "outcome"),
-    [
-        ("sm90", "naive", "cuda-naive and (gemm or fmha)", "2 passed"),
-        ("sm120", "expert", "cuda-expert and (gemm or topk)", "1 passed, 1 skipped"),
-    ],
-    ids=["sm90", "sm120"],
-)
-def test_some_kernels_are_built_without_a_device(
-    pytestconfig: pytest.Config, tmp_path: Path, platform: str, method: str, chosen: str, outcome: str
-) -> None:
-    folders = (f"--klineage-results={tmp_path}", f"--klineage-cache-dir={tmp_path / 'cache'}")
-    selection = ("-k", chosen, f"--klineage-method={method}")
-    done = main_tier(pytestconfig, f"--platform={platform}", "--klineage-stage=compile", "-rs", *selection, *folders)
-    assert outcome in done.stdout, done.stdout
-    if "skipped" in outcome:
-        assert "skipped.platform: the kernel was written for sm90, not for sm120" in done.stdout
+@pytest.mark.parametrize("platform", ["sm90", "sm120"])
+def test_some_kernels_are_built_without_a_device(pytestconfig: pytest.Config, tmp_path: Path, platform: str) -> None:
+    done = main_tier(
+        pytestconfig, f"--platform={platform}", "--klineage-stage=compile", "--klineage-method=naive",
+        "-k", "topk-cuda or triton or tilelang",
+        f"--klineage-results={tmp_path}", f"--klineage-cache-dir={tmp_path / 'cache'}",
+    )  # fmt: skip
+    (run,) = list_runs(tmp_path)
+    verdicts = [record.verdict for record in read_run(run).records]
+    assert {verdict.surface: verdict.code for verdict in verdicts} == {
+        Surface.CUDA: Code.ACCEPTED_BUILT, Surface.TRITON: built_where("triton"),
+        Surface.TILELANG: built_where("tilelang"),
+    }, done.stdout  # fmt: skip
+    for build in (verdict.build for verdict in verdicts if verdict.code is Code.ACCEPTED_BUILT):
+        assert build is not None
+        assert build.platform == platform
+        assert [kernel.registers > 0 for kernel in build.kernels] == [True]
+        assert platform == "sm90" or "wgmma" not in (build.kernels[0].instructions or ())
+
+
+def built_where(package: str) -> Code:
+    """What a kernel of that package's surface comes to: built, or skipped where the package is not installed."""
+    return Code.ACCEPTED_BUILT if importlib.util.find_spec(package) else Code.SKIPPED_DEPENDENCY
+
+
+def test_a_kernel_for_hopper_is_not_built_for_blackwell(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    done = main_tier(
+        pytestconfig, "--platform=sm120", "--klineage-stage=compile", "--klineage-method=expert", "-k", "gemm", "-rs",
+        f"--klineage-results={tmp_path}",
+    )  # fmt: skip
+    assert "3 skipped" in done.stdout, done.stdout
+    assert "skipped.platform: the kernel was written for sm90, not for sm120" in done.stdout

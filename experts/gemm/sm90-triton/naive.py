@@ -28,13 +28,10 @@ def run(a, b, out):
     gemm_naive[(triton.cdiv(M, BLOCK), triton.cdiv(N, BLOCK))](a, b, out, M, N, K, BLOCK, **OPTIONS)
 
 
-COMPILE = {
-    "sm90": [
-        {
-            "kernel": gemm_naive,
-            "signature": dict.fromkeys("abc", "*bf16:16") | dict.fromkeys("MNK", "i32:16"),
-            "constexprs": {"BLOCK": BLOCK},
-            "options": OPTIONS,
-        }
-    ]
+SPEC = {
+    "kernel": gemm_naive,
+    "signature": dict.fromkeys("abc", "*bf16:16") | dict.fromkeys("MNK", "i32:16"),
+    "constexprs": {"BLOCK": BLOCK},
+    "options": OPTIONS,
 }
+COMPILE = {"sm90": [SPEC], "sm120": [SPEC]}
