@@ -14,6 +14,8 @@ pytestmark = pytest.mark.gpu
 
 CASE = make_case("gemm", (256, 256, 256), "bf16", "torch", at_least=1e-4)
 ALLOWED = make_case("gemm", (256, 256, 256), "bf16", "torch", at_least=1e-4, library=LibraryPolicy.ALLOW)
+TOO_LARGE = make_case("gemm", (1 << 19, 1 << 19, 16), "bf16", "torch", at_least=1e-4)
+"""Its output alone is half a terabyte."""
 HONEST = "return honest::gemm(call);"
 LIBRARY = "import torch\ndef run(a, b, out):\n    torch.mm(a, b, out=out)\n"
 Make = Callable[[str], KernelSource]
@@ -107,3 +109,10 @@ def test_a_kernel_for_the_cpu_is_not_judged_here(judge: Judge) -> None:
     text = '#include "klineage.h"\nextern "C" int run(const klineage_call *) { return 0; }\n'
     source = KernelSource(surface=Surface.CPP, files=(SourceFile("kernel.cpp", text),), entry="run")
     assert judge(CASE, source).code is Code.SKIPPED_PLATFORM
+
+
+def test_a_case_that_does_not_fit_is_skipped_and_the_next_one_judged(judge: Judge, cuda: Make) -> None:
+    verdict = judge(TOO_LARGE, cuda(HONEST))
+    assert verdict.code is Code.SKIPPED_MEMORY, said(verdict)
+    after = judge(CASE, cuda(HONEST))
+    assert after.scored, said(after)
