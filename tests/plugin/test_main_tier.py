@@ -99,7 +99,6 @@ def test_some_kernels_are_built_without_a_device(pytestconfig: pytest.Config, tm
         assert build is not None
         assert build.platform == platform
         assert [kernel.registers > 0 for kernel in build.kernels] == [True]
-        assert platform == "sm90" or "wgmma" not in (build.kernels[0].instructions or ())
 
 
 def built_where(package: str) -> Code:
