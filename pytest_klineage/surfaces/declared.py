@@ -40,6 +40,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     arch: int | str
     """What the language calls the platform."""
     environment: dict[str, str]
+    programs: tuple[str, ...] = ()
+    """Paths of the compilers that are started, wherever they are installed."""
 
 
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +72,7 @@ def compile_ahead(source: KernelSource, directory: Path, target: Target, *, time
         "surface": source.surface.value, "platform": target.platform, "arch": target.arch, "entry": source.entry,
         "environment": target.environment,
         "directory": str(directory), "files": str(lay_out(source, directory / "files")), "out": str(out),
-        "paths": python_path(), "readable": [*READABLE, *interpreter_paths()], "containment": str(CONTAINMENT),
+        "paths": python_path(), "readable": readable_for(target), "containment": str(CONTAINMENT),
         # Compilers use several cores; the wall-clock limit is what holds, this one is for when nobody watches.
         "cpu_s": int(timeout_s * (os.cpu_count() or 1)) + 10,
     }  # fmt: skip
@@ -82,6 +84,22 @@ def compile_ahead(source: KernelSource, directory: Path, target: Target, *, time
     if not answer.entry:
         raise SurfaceFailure(Code.ENTRY_MISSING, f"the kernel file has no function {source.entry!r}", log=log)
     return Compiled(answer=answer, out=out, log=log, seconds=seconds)
+
+
+def readable_for(target: Target) -> list[str]:
+    """What the process may read: the system, this Python, and where the compilers are installed."""
+    return [*READABLE, *interpreter_paths(), *map(installation_of, target.programs)]
+
+
+def installation_of(program: str) -> str:
+    """The folder that a program's own files lie in: /opt/gcc of /opt/gcc/bin/g++, whatever links lead there.
+
+    Nobody's home and no whole machine: of ~/bin/g++ it is ~/bin, of ~/g++ the program alone.
+    """
+    path = Path(program).resolve()
+    folders = [path.parent.parent] if path.parent.name == "bin" else []
+    too_much = {Path.home(), *Path.home().parents}
+    return str(next(folder for folder in (*folders, path.parent, path) if folder not in too_much))
 
 
 def python_path() -> list[str]:

@@ -59,6 +59,10 @@ class JitBackend(PythonBackend):
         """Variables that the compiling process needs beyond those of every build."""
         return {}
 
+    def programs(self) -> tuple[str, ...]:
+        """Paths of the compilers that the compiling process starts, beside those in the language's own package."""
+        return ()
+
     def keep(self, directory: Path, hidden: Path) -> None:
         """Put further results of the build in `directory` into the artifact. Raises OSError."""
 
@@ -74,7 +78,9 @@ class JitBackend(PythonBackend):
             return hit
         with scratch(cache) as directory:
             started = time.monotonic()
-            target = Target(platform=platform, arch=self.arch(platform), environment=self.environment())
+            target = Target(
+                platform=platform, arch=self.arch(platform), environment=self.environment(), programs=self.programs()
+            )  # fmt: skip
             compiled = compile_ahead(source, directory, target, timeout_s=timeout_s)
             kernels = resources(compiled.answer.units, compiled.out, platform)
             build = Build(

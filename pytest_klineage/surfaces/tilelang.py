@@ -41,6 +41,10 @@ class TilelangBackend(JitBackend):
         home = Path(toolkit.nvcc).parent.parent
         return {"CUDA_HOME": str(home), "NVCC_CCBIN": toolkit.host_compiler, "TILELANG_PRINT_ON_COMPILATION": "0"}
 
+    def programs(self) -> tuple[str, ...]:
+        toolkit = find_toolkit()
+        return toolkit.nvcc, toolkit.host_compiler
+
     def keep(self, directory: Path, hidden: Path) -> None:
         copy_entries(directory / ".tilelang" / "cache", hidden / CACHE, KEPT)
 

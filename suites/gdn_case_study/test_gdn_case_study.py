@@ -109,7 +109,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "kernel" not in metafunc.fixturenames:
         return
     session = metafunc.config.stash[SESSION_KEY]
-    found = {expert.operator: expert for expert in find_experts(ROOT / "experts", session.platform)}
+    on_gpu = session.platform != "cpu"
+    found = {item.operator: item for item in find_experts(ROOT / "experts") if on_gpu and item.platform != "cpu"}
     kernels = [kernel for operator in OPERATORS if operator in found for kernel in chain(found[operator])]
     if session.gate_settings.stage == "compile":
         kernels = [kernel for kernel in kernels if kernel.reference == REFERENCE]
@@ -197,7 +198,8 @@ def table_of(rows: list[Row]) -> str:
 
 def test_gdn_case_study(kernel_gate: KernelGate, kernel: Kernel, rows: dict[tuple[str, int, str], Row]) -> None:
     """The gate accepts the kernel; what it takes goes into the table."""
-    verdict = kernel_gate(kernel.source(), case=kernel.case(), platforms=(kernel.expert.platform,))
+    platforms = kernel.expert.platforms_of(kernel.expert.stages[kernel.place])
+    verdict = kernel_gate(kernel.source(), case=kernel.case(), platforms=platforms)
     if verdict.scored:
         row = row_of(kernel, verdict)
         rows[row.key] = row

@@ -266,3 +266,17 @@ class TestDeclarations:
         assert ahead.has_entry(json, "decoder.JSONDecoder.decode")
         assert not ahead.has_entry(json, "decoder.nothing.decode")
         assert not ahead.has_entry(json, "__name__")
+
+
+@pytest.mark.parametrize(
+    ("program", "folder"),
+    [
+        ("/opt/gcc/bin/g++", "/opt/gcc"), ("/opt/g++", "/opt"), ("/usr/bin/none", "/usr"), ("/none", "/none"),
+        ("{home}/gcc/bin/g++", "{home}/gcc"), ("{home}/bin/g++", "{home}/bin"), ("{home}/g++", "{home}/g++"),
+    ],
+)  # fmt: skip
+def test_beside_a_compiler_its_own_folder_may_be_read(
+    program: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert declared.installation_of(program.format(home=tmp_path)) == folder.format(home=tmp_path)

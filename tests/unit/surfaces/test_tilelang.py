@@ -16,6 +16,7 @@ from pytest_klineage.library.experts import read_expert
 from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, jit
 from pytest_klineage.surfaces.base import Built
+from pytest_klineage.surfaces.cpp import find_compiler
 from pytest_klineage.surfaces.tilelang import TilelangBackend
 from pytest_klineage.surfaces.toolkit import find_nvcc
 
@@ -102,6 +103,18 @@ class TestRealBuilds:
         assert kernel.spill_bytes == 0
         assert (built.artifact / jit.HIDDEN / "00.cubin").read_bytes()[:4] == b"\x7fELF"
         assert built.build.toolchain.startswith("TileLang ")
+
+    def test_a_compiler_that_is_installed_elsewhere_may_be_started(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As /opt/gcc/bin/g++, which no system folder holds; what it calls lies beside it."""
+        compiler, helper = (tmp_path / "gcc" / folder / "g++" for folder in ("bin", "libexec"))
+        for script, called in ((compiler, helper), (helper, Path(find_compiler()))):
+            script.parent.mkdir(parents=True)
+            script.write_text(f'#!/bin/sh\nexec {called} "$@"\n')
+            script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(compiler))
+        assert len(build(source(), tmp_path / "cache", "sm120").build.kernels) == 1
 
     def test_what_tilelang_refuses_is_told_in_its_words(self, tmp_path: Path) -> None:
         with pytest.raises(SurfaceFailure) as caught:
