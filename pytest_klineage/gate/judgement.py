@@ -48,7 +48,7 @@ from pytest_klineage.records.messages import (
     Problem,
 )
 from pytest_klineage.references import UnsupportedCase, reference
-from pytest_klineage.references.device import version_notes
+from pytest_klineage.references.device import chosen_variant, version_notes
 from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
@@ -365,7 +365,7 @@ class Judgement:
                 self.log = self.log or findings.clean(worker.log.text())
             job, preload = self.jobs[role]
             if role == "reference":
-                job = msgspec.structs.replace(job, variant=self.reference_facts.get("variant", ""))
+                job = msgspec.structs.replace(job, **chosen_variant(self.reference_facts))
             self._launch(role, job, preload)
         for role in ("reference", "candidate"):
             self._attach(role)

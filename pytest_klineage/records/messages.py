@@ -36,6 +36,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU the worker itself writes this much between two timed calls, on the stream of the calls."""
     variant: str = ""
     """Of a reference that has been chosen already; empty to compare its variants."""
+    variant_ms: float = 0.0
+    """Its median when it was compared, in milliseconds; 0 where that is not known."""
 
 
 # --- oracle to worker -------------------------------------------------------------------------------------------------

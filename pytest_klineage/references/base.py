@@ -29,6 +29,8 @@ class Trial:
     outputs: Tensors
     only: str = ""
     """Name of a variant that was chosen before; empty to compare all."""
+    only_ms: float = 0.0
+    """Its median when it was compared, in milliseconds; 0 where that is not known."""
 
     @property
     def device(self) -> torch.device:
@@ -49,6 +51,11 @@ class Variant:
     """
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the process that belong to this variant, by name of `flags.switches`."""
+    forget: Callable[[Tensors], None] | None = None
+    """Has the library forget what it has found for these inputs in this thread, so that the next call searches anew.
+
+    Of a library whose search does not find the same every time; None for all others.
+    """
 
     def __call__(self, inputs: Tensors, outputs: Tensors) -> Tensors | None:
         """Convert and call."""

@@ -114,6 +114,12 @@ def version_notes(facts: Mapping[str, str]) -> list[str]:
     return [said for key, said in facts.items() if key.partition(".")[0] == VERSION_NOTE]
 
 
+def chosen_variant(facts: Mapping[str, str]) -> dict[str, Any]:
+    """What a process that is started later is told of the variant that was chosen: its name and median, by field."""
+    name = facts.get("variant", "")
+    return {"variant": name, "variant_ms": float(facts.get(f"variant_ms.{name}", 0.0))}
+
+
 def torch_versions() -> dict[str, str]:
     """Versions of torch, CUDA and cuDNN, the GPU, and the flags that decide precision, for the record."""
     import torch

@@ -34,7 +34,7 @@ class ReferenceKernel(Loaded):
             if job.platform == "cpu":
                 self._call = chosen.prepare(job.case)
             else:
-                self._call = prepared_on_gpu(job.case, job.platform, job.variant)
+                self._call = prepared_on_gpu(job.case, job.platform, job.variant, job.variant_ms)
         except MissingDependency as missing:
             # The judge knows an absent module by these words, whoever misses it, and skips with the remedy.
             raise ModuleNotFoundError(f"No module named {missing.what!r}") from None
@@ -76,11 +76,14 @@ class Converted:
         return self._variant.call(self._ready, self._outputs)
 
 
-def prepared_on_gpu(case: KernelCase, platform: str, only: str = "") -> Call:
-    """The prepared call, after its variants, or the one named, ran on random tensors, whose memory is given back."""
+def prepared_on_gpu(case: KernelCase, platform: str, only: str = "", only_ms: float = 0.0) -> Call:
+    """The prepared call, after its variants, or the one named, ran on random tensors, whose memory is given back.
+
+    `only_ms`: the median of the one that is named when it was compared, in milliseconds; 0 where that is not known.
+    """
     import torch
 
-    call = reference(case.reference).prepare(case, replace(trial_of(case, platform), only=only))
+    call = reference(case.reference).prepare(case, replace(trial_of(case, platform), only=only, only_ms=only_ms))
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return call

@@ -16,6 +16,7 @@ import torch
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.references import Trial, Variant, choose, flags
 from pytest_klineage.references.choose import WARMUP_CALLS, DeviceTimer
+from pytest_klineage.references.device import chosen_variant
 from pytest_klineage.references.refusals import UnsupportedCase
 
 
@@ -227,6 +228,75 @@ def test_one_that_was_chosen_before_is_warmed_up_in_this_thread_alone(knobs: dic
     library = Library(knobs)
     choose.choose(searching(library), replace(trial(), only="plain+search"))
     assert library.made == [(threading.current_thread().name, "searched")]
+
+
+class Lottery(Library):
+    """A library whose searches find plans that take so long, one after the other, whoever asks."""
+
+    def __init__(self, knobs: dict[str, Any], *times_ms: float) -> None:
+        super().__init__(knobs)
+        self._drawn = iter(times_ms)
+
+    def __call__(self, inputs: Any, outputs: Any) -> None:
+        plans = vars(self._plans)
+        if "plan" not in plans:
+            plans["plan"] = next(self._drawn) if self._knobs["knob"] == "search" else 2.0
+            self.made.append((threading.current_thread().name, plans["plan"]))
+        self.used.append(plans["plan"])
+
+    def forget(self, inputs: Any) -> None:
+        vars(self._plans).clear()
+
+    def time_ms(self, run: Callable[[], object]) -> float:
+        run()
+        return self.used[-1]
+
+    def variants(self) -> dict[str, Variant]:
+        plain = Variant(self, flags={"knob": "no"})
+        return {"plain": plain, "search": Variant(self, flags={"knob": "search"}, forget=self.forget)}
+
+
+def test_the_best_of_several_searches_is_compared_and_charged(knobs: dict[str, Any]) -> None:
+    library = Lottery(knobs, 1.9, 2.4, 1.5, 1.6, 2.4, 1.6, 1.52, 0.1)
+    chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
+    assert choose.DRAWS == 4, "1.9 to 1.6 are compared; 2.4 and 1.6 are too slow to be charged"
+    assert (chosen.name, chosen.medians_ms) == ("search", {"plain": 2.0, "search": 1.5})
+    assert chosen.charged_ms == 1.52
+    assert chosen.facts()["variant_ms.charged"] == "1.52000"
+    chosen.variant({}, {})
+    assert library.used[-1] == 1.52
+
+
+def test_a_search_that_never_finds_it_again_ends(knobs: dict[str, Any]) -> None:
+    library = Lottery(knobs, 1.0, *[1.5] * 100)
+    chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
+    assert chosen.charged_ms == 1.5
+    assert len(library.made) == 1 + choose.DRAWS + choose.MOST_DRAWS
+
+
+def test_searches_that_find_nothing_leave_the_librarys_own_choice(knobs: dict[str, Any]) -> None:
+    library = Lottery(knobs, *[2.1] * choose.DRAWS)
+    chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
+    assert (chosen.name, chosen.charged_ms) == ("plain", 0.0)
+    assert "variant_ms.charged" not in chosen.facts()
+    assert library.made[-1] == (threading.current_thread().name, 2.0)
+
+
+@pytest.mark.parametrize(("wanted_ms", "charged_ms"), [(1.5, 1.51), (0.0, 1.9)])
+def test_a_process_that_is_started_later_searches_until_it_is_as_fast(
+    wanted_ms: float, charged_ms: float, knobs: dict[str, Any]
+) -> None:
+    library = Lottery(knobs, 1.9, 1.6, 1.51, 0.1)
+    before = replace(trial(), only="search", only_ms=wanted_ms)
+    chosen = choose.choose(library.variants(), before, timer=library.time_ms)
+    assert chosen.charged_ms == charged_ms
+    assert {name for name, _ms in library.made} == {threading.current_thread().name}
+
+
+def test_what_a_later_process_is_told_is_what_was_compared() -> None:
+    facts = {"variant": "a+benchmark", "variant_ms.a": "2.00000", "variant_ms.a+benchmark": "1.50000"}
+    assert chosen_variant(facts) == {"variant": "a+benchmark", "variant_ms": 1.5}
+    assert chosen_variant({"torch": "2.11"}) == {"variant": "", "variant_ms": 0.0}
 
 
 def test_a_variant_keeps_one_thread_and_calls_follow_one_another(clock: Any) -> None:
