@@ -152,9 +152,10 @@ def report_of(rows: list[Timed], platform: str) -> str:
         "load. Triton: the same function today, in a process of its own right before the gate's, on one input and the "
         "default stream. On the gate's inputs and stream: then, in the same process, on several inputs as the gate has "
         f"them ({OTHER_INPUTS} of other seeds, one after the other; the median of their medians) and a stream of its "
-        "own. A kernel's time may depend on its input; the gate draws its own, as many. The last column is about the gate and Triton on the gate's "
-        "inputs and stream. What cudnn.benchmark finds is another plan in another process: such a row has no published "
-        f"figure, and is held to be no slower ({100 * TOLERANCE:g} %) than PyTorch's own choice in the same process.\n",
+        "own. A kernel's time may depend on its input; the gate draws its own, as many. The last column is about the "
+        "gate and Triton on the gate's inputs and stream. What cudnn.benchmark finds is another plan in another "
+        "process: such a row has no published figure, and is held to be no slower "
+        f"({100 * TOLERANCE:g} %) than PyTorch's own choice in the same process.\n",
         "| case | reference | published, ms | Triton today, ms | on the gate's inputs and stream, ms | the gate, ms "
         "| gate / published | gate / Triton | gate / Triton on its inputs and stream "
         f"| within {100 * TOLERANCE:g} % of the published | agrees |",
@@ -209,7 +210,9 @@ def test_gpu_references(
 ) -> None:
     """The gate's do_bench says what Triton's said right before, within 3 %; a search made nothing slower."""
     platform = gpu_platform(klineage_session)
-    settings = msgspec.structs.replace(klineage_session.gate_settings, policy="do_bench", also_policies=(), seeds=OTHER_INPUTS)
+    settings = msgspec.structs.replace(
+        klineage_session.gate_settings, policy="do_bench", also_policies=(), seeds=OTHER_INPUTS
+    )
     case = item.case()
     today, fault = by_triton(case, platform, settings)
     with Gate(platform, settings) as gate:
