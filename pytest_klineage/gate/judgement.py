@@ -48,7 +48,7 @@ from pytest_klineage.records.messages import (
     Problem,
 )
 from pytest_klineage.references import UnsupportedCase, reference
-from pytest_klineage.references.device import chosen_variant, version_notes
+from pytest_klineage.references.device import chosen_variant, reference_notes
 from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
@@ -225,7 +225,7 @@ class Judgement:
         attached = self._start("reference", job, preload)
         self.reference_facts |= attached.settings
         if self.reference_source is None:
-            self.notes += version_notes(attached.settings)
+            self.notes += reference_notes(attached.settings)
 
     def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:
         job = self._job(self.source, built, refuse_framework=refuse_framework)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
+from pytest_klineage.records.verdict import NO_PART
 from pytest_klineage.references.base import Reference, Trial, Variant
 from pytest_klineage.references.choose import Choice, choose
 from pytest_klineage.references.flags import forbid_tf32
-from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
+from pytest_klineage.references.refusals import CANNOT_RUN, REFUSALS, UnsupportedCase, refuses
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Call
@@ -22,6 +23,9 @@ HALVES = ("fp16", "bf16")
 """The types of tensor cores that libraries of one purpose are written for."""
 PINNED = {"flashinfer-python": "0.6.11", "fla-core": "0.5.0"}
 """By distribution, the version whose arguments and figures this project has checked."""
+PARTLESS = ("absent", "variant_error")
+"""How facts begin that say who took no part."""
+NOT_INSTALLED = "is not installed"
 VERSION_NOTE = "version_note"
 """The fact that another version runs; of several libraries, one each with the library's name behind a dot."""
 
@@ -109,9 +113,19 @@ def pinned_version(distribution: str, name: str, remedy: str) -> dict[str, str]:
     return {name: found, VERSION_NOTE: note}
 
 
-def version_notes(facts: Mapping[str, str]) -> list[str]:
-    """What the facts of a reference say about versions that have not been checked."""
-    return [said for key, said in facts.items() if key.partition(".")[0] == VERSION_NOTE]
+def reference_notes(facts: Mapping[str, str]) -> list[str]:
+    """What a reader must know of a reference: versions that were not checked, and who failed to take part."""
+    notes = [said for key, said in facts.items() if key.partition(".")[0] == VERSION_NOTE]
+    for key, said in facts.items():
+        kind, _, name = key.partition(".")
+        if kind in PARTLESS and failed(said):
+            notes.append(f"{name} {NO_PART}, which may be faster with it: {said}")
+    return notes
+
+
+def failed(said: str) -> bool:
+    """Whether it is a fault that keeps somebody out: not the case, not the platform, and not that it is not there."""
+    return not (refuses(said) or said.startswith(CANNOT_RUN) or said.endswith(NOT_INSTALLED))
 
 
 def chosen_variant(facts: Mapping[str, str]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pytest_klineage.errors import HarnessError, MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Trial, Variant
-from pytest_klineage.references.device import VERSION_NOTE, DeviceReference
+from pytest_klineage.references.device import NOT_INSTALLED, VERSION_NOTE, DeviceReference
 from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
 MEMBERS = {
@@ -55,7 +55,7 @@ class VendorReference(DeviceReference):
                 library.check(case, trial.platform)
                 variants = library.variants(case, trial)
             except MissingDependency as error:
-                absent[name] = f"{error.what} is not installed"
+                absent[name] = f"{error.what} {NOT_INSTALLED}"
                 missing[error.what] = library.remedy
             except (UsageError, *REFUSALS) as error:
                 absent[name] = str(error)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from pytest_klineage.records import Status, Verdict
+from pytest_klineage.records.verdict import NO_PART
 from pytest_klineage.report import builds
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
@@ -61,7 +62,7 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
 
 
 def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
-    """Why a verdict is not a plain acceptance, with the next step; then versions of references that nobody checked."""
+    """Why a verdict is not a plain acceptance, with the next step; then what is amiss with references."""
     lines: list[str] = []
     for verdict in verdicts:
         if verdict.status is Status.ACCEPTED:
@@ -70,15 +71,16 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
         text = f"{name}: {in_one_line(verdict.reasons, NOTE_LINES * width - len(name))}"
         lines += _wrapped(text, width, indent="    ")
         lines += ["    " + line for line in _wrapped(f"next: {next_step(verdict)}", width - 4)]
-    for note in _version_notes(verdicts):
+    for note in _reference_notes(verdicts):
         lines += _wrapped(f"note: {note}", width, indent="    ")
     return lines
 
 
-def _version_notes(verdicts: Sequence[Verdict]) -> list[str]:
-    """What the references' facts say about versions that have not been checked, each once."""
+def _reference_notes(verdicts: Sequence[Verdict]) -> list[str]:
+    """Versions of references that have not been checked, and libraries that failed, each once."""
     facts = [fact for verdict in verdicts for fact in verdict.reference.items()]
-    return list(dict.fromkeys(said for key, said in facts if key.partition(".")[0] == VERSION_NOTE))
+    versions = [said for key, said in facts if key.partition(".")[0] == VERSION_NOTE]
+    return list(dict.fromkeys([*versions, *(note for item in verdicts for note in item.notes if NO_PART in note)]))
 
 
 def terminal_report(run: Run, width: int = WIDTH) -> str:

@@ -96,10 +96,15 @@ def installation_of(program: str) -> str:
 
     Nobody's home and no whole machine: of ~/bin/g++ it is ~/bin, of ~/g++ the program alone.
     """
-    path = Path(program).resolve()
+    path, home = Path(program).resolve(), Path.home().resolve()
     folders = [path.parent.parent] if path.parent.name == "bin" else []
-    too_much = {Path.home(), *Path.home().parents}
-    return str(next(folder for folder in (*folders, path.parent, path) if folder not in too_much))
+    return str(next(folder for folder in (*folders, path.parent, path) if not is_too_much(folder, home)))
+
+
+def is_too_much(folder: Path, home: Path) -> bool:
+    """Whether a folder is a home, this user's or another's beside it, or holds homes."""
+    beside = folder.parent == home.parent != Path("/")
+    return folder == home or folder in home.parents or beside
 
 
 def python_path() -> list[str]:

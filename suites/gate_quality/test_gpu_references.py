@@ -152,7 +152,7 @@ def report_of(rows: list[Timed], platform: str) -> str:
         "load. Triton: the same function today, in a process of its own right before the gate's, on one input and the "
         "default stream. On the gate's inputs and stream: then, in the same process, on several inputs as the gate has "
         f"them ({OTHER_INPUTS} of other seeds, one after the other; the median of their medians) and a stream of its "
-        "own. A kernel's time may depend on its input; the gate draws its own, as many. The last column is about the "
+        "own. A kernel's time may depend on its input; the gate draws its own. The last column is about the "
         "gate and Triton on the gate's inputs and stream. What cudnn.benchmark finds is another plan in another "
         "process: such a row has no published figure, and is held to be no slower "
         f"({100 * TOLERANCE:g} %) than PyTorch's own choice in the same process.\n",

@@ -31,7 +31,7 @@ def prepare(case):
     if rows == 65:
         raise UnsupportedCase("no variant of the reference runs: eager: RuntimeError: odd\\nrows")
     if rows == 66:
-        raise ValueError("rows come in fours")
+        raise ValueError("rows must come in fours")
     if rows == 67:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
@@ -73,7 +73,7 @@ def rows(count: int) -> KernelCase:
     ("count", "said"),
     [
         (65, "no variant of the reference runs: eager: RuntimeError: odd rows"),
-        (66, "ValueError: rows come in fours"),
+        (66, "ValueError: rows must come in fours"),
         (68, "NotImplementedError: addmm is not implemented for 68 rows"),
     ],
     ids=["typed", "when-prepared", "when-called"],

@@ -321,7 +321,7 @@ def test_a_variant_keeps_one_thread_and_calls_follow_one_another(clock: Any) -> 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, AssertionError, KeyError, SystemExit])
 def test_no_thread_is_left_when_a_variant_fails(error: type[BaseException], clock: Any) -> None:
     def refuse(inputs: Any, outputs: Any) -> None:
-        raise error("it does not run")
+        raise error("it is not supported")
 
     chosen_beside = {"a": recording([], "a"), "broken": Variant(refuse)}
     if error in (RuntimeError, ValueError, AssertionError):

@@ -301,12 +301,12 @@ def test_another_version_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
         "install it with: pip install flashinfer-python==0.6.11"
     )
     assert other["version_note"] == note
-    assert device.version_notes(other) == [note]
+    assert device.reference_notes(other) == [note]
     versions["fla-core"] = "0.6.0"
     both = reference("vendor").describe(make_case("gdn", (1, 2, 128, 64, 33), "bf16", "vendor"))
-    assert [said.split()[:2] for said in device.version_notes(both)] == [["flashinfer", "0.7.0"], ["fla", "0.6.0"]]
-    assert device.version_notes(both)[1].endswith("install it with: pip install flash-linear-attention==0.5.0")
-    assert device.version_notes({"version": "1", "flashinfer": "0.6.11"}) == []
+    assert [said.split()[:2] for said in device.reference_notes(both)] == [["flashinfer", "0.7.0"], ["fla", "0.6.0"]]
+    assert device.reference_notes(both)[1].endswith("install it with: pip install flash-linear-attention==0.5.0")
+    assert device.reference_notes({"version": "1", "flashinfer": "0.6.11"}) == []
 
 
 @pytest.mark.usefixtures("flashinfer")
@@ -378,3 +378,20 @@ def test_a_trial_has_the_strides_of_its_case() -> None:
     assert {name: tensor.stride() for name, tensor in made.inputs.items()} == {s.name: s.strides for s in specs.inputs}
     again = OPERATORS["fmha"].make_inputs(case, torch.Generator().manual_seed(20260401), DEFAULT_REGIME)
     assert torch.equal(made.inputs["q"], again["q"])
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "noted"),
+    [
+        ("absent.fla", "CUDA error: an illegal memory access was encountered", True),
+        ("variant_error.sdpa", "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", True),
+        ("absent.fla", "fla is not installed", False),
+        ("absent.fla", "the reference fla cannot run gdn-1x1 on sm90: it takes D up to 256", False),
+        ("variant_error.fa2", "RuntimeError: Unsupported head_dim: 96", False),
+        ("variant_ms.fa3", "0.00100", False),
+    ],
+)
+def test_who_failed_to_take_part_is_a_note_and_who_cannot_is_none(key: str, said: str, noted: bool) -> None:
+    name = key.partition(".")[2]
+    note = f"{name} took no part in the reference, which may be faster with it: {said}"
+    assert device.reference_notes({"label": "vendor", key: said}) == ([note] if noted else [])

@@ -11,7 +11,7 @@ from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references import REFERENCES, Trial, UnsupportedCase, Variant, alternatives, reference
 from pytest_klineage.references.device import DeviceReference
-from pytest_klineage.references.refusals import FAULTS, refusal_in, refuses
+from pytest_klineage.references.refusals import refusal_in, refuses
 from pytest_klineage.worker.runtime import describe
 
 MakeTrial = Callable[..., Trial]
@@ -25,9 +25,28 @@ def raised(error: BaseException, cause: BaseException | None = None) -> str:
         return describe(caught)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_machine_that_fails_does_not_refuse(fault: str) -> None:
-    assert not refuses(f"RuntimeError: {fault.upper()} happened")
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: an illegal memory access was encountered",
+        "CUDA error: no kernel image is available for execution on the device",
+        "Triton Error [CUDA]: an illegal memory access was encountered",
+        "CUDA out of memory. Tried to allocate 2 GiB",
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "cuDNN error: CUDNN_STATUS_MAPPING_ERROR",
+        "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`",
+        "cuBLAS API failed with status 14",
+        "Failed to find C compiler. Please specify via CC environment variable",
+        "`ptxas` failed with error code 255",
+        "Ninja build failed: unsupported gpu architecture",
+        "The NVIDIA driver on your system is too old, and must be updated",
+        "mat1 and mat2 shapes cannot be multiplied (3x4 and 5x6)",
+        "odd",
+        "",
+    ],
+)
+def test_a_machine_that_fails_and_a_bug_do_not_refuse(said: str) -> None:
+    assert not refuses(f"RuntimeError: {said}")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +56,9 @@ def test_a_machine_that_fails_does_not_refuse(fault: str) -> None:
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",
         "CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`",
         "head_dim must be 64, 128 or 256",
-        "",
+        "Unsupported head_dim: 96",
+        "ChunkGatedDeltaRuleFunction does not support float32",
+        "\"addmm_impl_cpu_\" not implemented for 'Half'",
     ],
 )
 def test_what_a_library_says_about_a_case_is_a_refusal(said: str) -> None:
@@ -56,7 +77,7 @@ class TestInATraceback:
         text = raised(kind("\"addmm\" not implemented for 'Half'\nat all"))
         assert refusal_in(text, tried=False) == f"{kind.__name__}: \"addmm\" not implemented for 'Half'\nat all"
         assert refusal_in(text, tried=True) == ""
-        assert refusal_in(raised(kind()), tried=False) == kind.__name__
+        assert refusal_in(raised(kind()), tried=False) == ""
 
     @pytest.mark.parametrize(
         "error",
@@ -70,7 +91,7 @@ class TestInATraceback:
     )
     def test_a_fault_is_none(self, error: Exception) -> None:
         assert refusal_in(raised(error), tried=False) == ""
-        assert refusal_in(raised(error, cause=ValueError("odd rows")), tried=False) == ""
+        assert refusal_in(raised(error, cause=ValueError("odd rows are not supported")), tried=False) == ""
 
     @pytest.mark.parametrize("text", ["", "ValueError: odd", "it ended", "Traceback (most recent call last):"])
     def test_what_is_no_traceback_is_none(self, text: str) -> None:
@@ -92,8 +113,8 @@ def planning(error: Exception) -> Callable[..., dict[str, Variant]]:
 @pytest.mark.parametrize("ref", ["cublas", "vendor"])
 def test_a_library_that_refuses_when_it_plans(ref: str, monkeypatch: pytest.MonkeyPatch, trial: MakeTrial) -> None:
     case = make_case("gemm", (4, 4, 4), "bf16", ref)
-    monkeypatch.setattr(type(reference("cublas")), "variants", planning(ValueError("rows come in eights")))
-    with pytest.raises(UnsupportedCase, match="rows come in eights"):
+    monkeypatch.setattr(type(reference("cublas")), "variants", planning(ValueError("rows must come in eights")))
+    with pytest.raises(UnsupportedCase, match="rows must come in eights"):
         reference(ref).prepare(case, trial(case))
     fault = RuntimeError("CUDA error: unspecified launch failure")
     monkeypatch.setattr(type(reference("cublas")), "variants", planning(fault))

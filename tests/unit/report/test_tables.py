@@ -218,7 +218,13 @@ def test_a_version_that_was_not_checked_is_said_once(make_verdict: MakeVerdict) 
     own, one_of_many = {"label": "fla", "version_note": note}, {"label": "vendor", "version_note.fla": note}
     verdicts = [make_verdict(reference=own), make_verdict(reference=one_of_many), make_verdict()]
     assert " ".join(" ".join(note_lines(verdicts)).split()) == f"note: {note}"
-    assert note_lines([make_verdict(reference={"version": "1", "label": "torch"})]) == []
+    assert note_lines([make_verdict(reference={"version": "1", "label": "torch"}, notes=("a hint",))]) == []
+
+
+def test_a_library_that_failed_is_said_once(make_verdict: MakeVerdict) -> None:
+    note = "fla took no part in the reference, which may be faster with it: no nvcc"
+    verdicts = [make_verdict(notes=("a hint", note)), make_verdict(notes=(note,))]
+    assert " ".join(" ".join(note_lines(verdicts)).split()) == f"note: {note}"
 
 
 def test_a_refused_case_has_a_next_step_of_its_own(make_verdict: MakeVerdict) -> None:

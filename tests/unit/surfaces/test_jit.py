@@ -273,10 +273,20 @@ class TestDeclarations:
     [
         ("/opt/gcc/bin/g++", "/opt/gcc"), ("/opt/g++", "/opt"), ("/usr/bin/none", "/usr"), ("/none", "/none"),
         ("{home}/gcc/bin/g++", "{home}/gcc"), ("{home}/bin/g++", "{home}/bin"), ("{home}/g++", "{home}/g++"),
+        ("{link}/bin/g++", "{home}/bin"), ("{other}/bin/g++", "{other}/bin"), ("{other}/gcc/bin/g++", "{other}/gcc"),
     ],
 )  # fmt: skip
+@pytest.mark.parametrize("named", ["home", "link"])
 def test_beside_a_compiler_its_own_folder_may_be_read(
-    program: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: str, program: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert declared.installation_of(program.format(home=tmp_path)) == folder.format(home=tmp_path)
+    places = {"home": tmp_path / "home", "other": tmp_path / "other", "link": tmp_path.parent / f"{tmp_path.name}-link"}
+    places["home"].mkdir()
+    places["link"].symlink_to(places["home"])
+    monkeypatch.setenv("HOME", str(places[named]))
+    assert declared.installation_of(program.format(**places)) == folder.format(**places)
+
+
+def test_a_home_below_the_root_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/root")
+    assert declared.installation_of("/opt/g++") == "/opt"
