@@ -1,7 +1,7 @@
 # Every target sets up .venv once (again when pyproject.toml or constraints.txt change) and then does what its name says.
 #
 #   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
-#   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120")
+#   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120", SUITES=...)
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make lint           ruff and mypy
 #   make gate-quality   the measurements behind the gate's claims; takes long
@@ -11,6 +11,7 @@ PYTHON ?= python3
 PLATFORM ?= auto
 METHODS ?= expert
 PLATFORMS ?= sm90 sm120
+SUITES ?= suites/main_tier suites/gdn_case_study
 ARGS ?=
 WORKERS ?= 2
 # Where there is a GPU, what judging on it needs as well.
@@ -58,7 +59,7 @@ main-tier: $(STAMP) | check-compiler
 
 build-kernels: $(STAMP) | check-compiler
 	@set -e; for platform in $(PLATFORMS); do \
-	  $(BIN)/python -m pytest suites/main_tier suites/gdn_case_study --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
+	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
 
 gate-quality: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)
