@@ -14,10 +14,6 @@ from pytest_klineage.records.platform import Machine
 SCHEMA_VERSION = 1
 
 
-NO_PART = "took no part in the reference"
-"""Words of a note on a verdict whose reference lacks a library or a variant that failed."""
-
-
 class Status(StrEnum):
     """The outcome of a judgement. Every reason code begins with its status."""
 
@@ -277,8 +273,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     containment: tuple[str, ...] = ()
     """Sandbox mechanisms that were active in the candidate's process."""
     notes: tuple[str, ...] = ()
-    """Hints of the static audit, labels that decided nothing; versions of the reference that were not checked, and
-    those of its libraries that failed."""
+    """Hints of the static audit, labels that decided nothing; versions of the reference that were not checked,
+    those of its libraries that failed, and a search that did not find its best plan again."""
     log: str = ""
     """What the candidate printed, bounded and cleaned of control characters."""
     overhead_s: float = 0.0

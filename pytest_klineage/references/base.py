@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     Convert: TypeAlias = Callable[[Tensors], Tensors]
 
 
+AS_FAST = 1.03
+"""Medians of one plan of a library differ by less; those of different plans mostly by more."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """Tensors of a case's signature on the GPU that it will run on, for warming up and for comparing variants."""

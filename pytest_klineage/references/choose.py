@@ -3,7 +3,7 @@
 Sequential timings of identical code differ by several percent on a GPU at its power limit; taking turns puts all
 variants under the same clocks. Every variant has a thread of its own, and with it its own caches of its library.
 
-A search that does not find the same every time is made several times: what is charged is the best that it found.
+A search that does not find the same every time is made several times, until the best that it found is found again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.records.facts import CHARGED, MEASURED
+from pytest_klineage.references.base import AS_FAST, Trial, Variant
 from pytest_klineage.references.flags import read_flags, write_flags
 from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
@@ -34,17 +35,12 @@ DRAWS = 4
 """Searches of a variant whose search is a matter of luck, when it is compared with others."""
 MOST_DRAWS = 16
 """Searches at most in the thread that will call it, until it is as fast there."""
-AS_FAST = 1.03
-"""Medians of one plan differ by less; those of different plans mostly by more."""
 HEAD_START_CYCLES = 2_000_000
 """The device spins for about a millisecond before a call, so that the host has queued all of it by then."""
 SPARE_FLUSH_BYTES = 256 << 20
 """Where torch does not say how large the L2 is: more than any so far."""
 CAUSE_LENGTH = 200
 """Characters of an error that a record keeps."""
-
-CHARGED = "charged"
-"""What the facts call the chosen variant's search that is charged."""
 
 Timer: TypeAlias = Callable[[Callable[[], object]], float]
 """Runs what it is given once and says how many milliseconds it took."""
@@ -67,7 +63,7 @@ class Choice:
     def facts(self) -> dict[str, str]:
         """For the record: "variant", "variant_ms.<name>" and "variant_error.<name>"; "variant_ms.charged" of some."""
         medians = {**self.medians_ms, **({CHARGED: self.charged_ms} if self.charged_ms else {})}
-        measured = {f"variant_ms.{name}": f"{median:.5f}" for name, median in medians.items()}
+        measured = {MEASURED + name: f"{median:.5f}" for name, median in medians.items()}
         return {"variant": self.name, **measured, **{f"variant_error.{n}": why for n, why in self.failures.items()}}
 
 

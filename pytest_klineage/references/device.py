@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
-from pytest_klineage.records.verdict import NO_PART
-from pytest_klineage.references.base import Reference, Trial, Variant
+from pytest_klineage.records.facts import CHARGED, MEASURED, NO_PART, SLOWER_SEARCH, VERSION_NOTE
+from pytest_klineage.references.base import AS_FAST, Reference, Trial, Variant
 from pytest_klineage.references.choose import Choice, choose
 from pytest_klineage.references.flags import forbid_tf32
 from pytest_klineage.references.refusals import CANNOT_RUN, REFUSALS, UnsupportedCase, refuses
@@ -26,8 +26,6 @@ PINNED = {"flashinfer-python": "0.6.11", "fla-core": "0.5.0"}
 PARTLESS = ("absent", "variant_error")
 """How facts begin that say who took no part."""
 NOT_INSTALLED = "is not installed"
-VERSION_NOTE = "version_note"
-"""The fact that another version runs; of several libraries, one each with the library's name behind a dot."""
 
 
 class DeviceReference(Reference):
@@ -114,12 +112,16 @@ def pinned_version(distribution: str, name: str, remedy: str) -> dict[str, str]:
 
 
 def reference_notes(facts: Mapping[str, str]) -> list[str]:
-    """What a reader must know of a reference: versions that were not checked, and who failed to take part."""
+    """What a reader must know of a reference: versions that were not checked, who failed to take part, bad luck."""
     notes = [said for key, said in facts.items() if key.partition(".")[0] == VERSION_NOTE]
     for key, said in facts.items():
         kind, _, name = key.partition(".")
         if kind in PARTLESS and failed(said):
             notes.append(f"{name} {NO_PART}, which may be faster with it: {said}")
+    compared_ms, charged_ms = chosen_variant(facts)["variant_ms"], float(facts.get(MEASURED + CHARGED, 0.0))
+    if charged_ms > AS_FAST * compared_ms > 0:
+        times = f"{charged_ms:.5f} ms, {compared_ms:.5f} ms when it was compared"
+        notes.append(f"the reference's search {SLOWER_SEARCH}: {times}; judge again")
     return notes
 
 
@@ -131,7 +133,7 @@ def failed(said: str) -> bool:
 def chosen_variant(facts: Mapping[str, str]) -> dict[str, Any]:
     """What a process that is started later is told of the variant that was chosen: its name and median, by field."""
     name = facts.get("variant", "")
-    return {"variant": name, "variant_ms": float(facts.get(f"variant_ms.{name}", 0.0))}
+    return {"variant": name, "variant_ms": float(facts.get(MEASURED + name, 0.0))}
 
 
 def torch_versions() -> dict[str, str]:

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from pytest_klineage.errors import HarnessError, MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
+from pytest_klineage.records.facts import VERSION_NOTE
 from pytest_klineage.references.base import Trial, Variant
-from pytest_klineage.references.device import NOT_INSTALLED, VERSION_NOTE, DeviceReference
+from pytest_klineage.references.device import NOT_INSTALLED, DeviceReference
 from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
 MEMBERS = {

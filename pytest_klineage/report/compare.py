@@ -19,7 +19,7 @@ import msgspec
 from pytest_klineage.errors import UsageError
 from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
-from pytest_klineage.report.wording import MEASURED
+from pytest_klineage.records.facts import MEASURED
 
 MARGIN = 0.03
 """Change of speed that counts, where the user gives none."""

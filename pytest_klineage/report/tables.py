@@ -9,12 +9,12 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from pytest_klineage.records import Status, Verdict
-from pytest_klineage.records.verdict import NO_PART
+from pytest_klineage.records.facts import MEASURED, NO_PART, SLOWER_SEARCH, VERSION_NOTE
 from pytest_klineage.report import builds
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
 from pytest_klineage.report.builds import build_summary, only_built
-from pytest_klineage.report.wording import MEASURED, in_one_line
+from pytest_klineage.report.wording import in_one_line
 from pytest_klineage.results import Run
 
 WIDTH = 100
@@ -26,8 +26,6 @@ UNCERTAIN = "~"
 """Stands before a speedup that says little: see `aggregate.uncertain`."""
 NOTE_LINES = 3
 """About as long as the findings of one verdict may be in the notes."""
-VERSION_NOTE = "version_note"
-"""What a reference's facts on versions that were not checked are called, or begin with."""
 ONE_LINE = 100_000
 """Width of what is wrapped by whoever shows it."""
 
@@ -77,10 +75,14 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
 
 
 def _reference_notes(verdicts: Sequence[Verdict]) -> list[str]:
-    """Versions of references that have not been checked, and libraries that failed, each once."""
+    """Versions of references that have not been checked, libraries that failed, and searches in vain, each once."""
     facts = [fact for verdict in verdicts for fact in verdict.reference.items()]
     versions = [said for key, said in facts if key.partition(".")[0] == VERSION_NOTE]
-    return list(dict.fromkeys([*versions, *(note for item in verdicts for note in item.notes if NO_PART in note)]))
+    return list(
+        dict.fromkeys(
+            [*versions, *(note for item in verdicts for note in item.notes if NO_PART in note or SLOWER_SEARCH in note)]
+        )
+    )
 
 
 def terminal_report(run: Run, width: int = WIDTH) -> str:

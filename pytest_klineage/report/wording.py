@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from pytest_klineage.records import Reason
 
-MEASURED = "variant_ms."
-"""How facts about a reference begin that are times, not versions or flags."""
 SHOWN_REASONS = 3
 """Distinct findings that are told; a kernel that is wrong in every regime need not say so for each."""
 SHOWN_FRAMES = 3

@@ -32,7 +32,7 @@ from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.operators import make_case, paper_case
 from pytest_klineage.records import KernelCase
-from pytest_klineage.report.wording import MEASURED
+from pytest_klineage.records.facts import MEASURED
 
 TOLERANCE = 0.03
 PUBLISHED_ON = "H200"

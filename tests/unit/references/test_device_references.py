@@ -395,3 +395,18 @@ def test_who_failed_to_take_part_is_a_note_and_who_cannot_is_none(key: str, said
     name = key.partition(".")[2]
     note = f"{name} took no part in the reference, which may be faster with it: {said}"
     assert device.reference_notes({"label": "vendor", key: said}) == ([note] if noted else [])
+
+
+@pytest.mark.parametrize(
+    ("compared", "charged", "noted"),
+    [("0.01600", "0.01950", True), ("0.01600", "0.01640", False), ("0.01600", None, False), (None, "0.01950", False)],
+)
+def test_a_search_that_did_not_find_its_best_plan_again_is_a_note(
+    compared: str | None, charged: str | None, noted: bool
+) -> None:
+    times = {"variant_ms.nchw": "0.03000", "variant_ms.nchw+benchmark": compared, "variant_ms.charged": charged}
+    facts = {"variant": "nchw+benchmark", **{name: ms for name, ms in times.items() if ms is not None}}
+    notes = device.reference_notes(facts)
+    assert [("did not find its best plan again: 0.01950 ms, 0.01600 ms when" in note) for note in notes] == [
+        True
+    ] * noted

@@ -221,8 +221,14 @@ def test_a_version_that_was_not_checked_is_said_once(make_verdict: MakeVerdict) 
     assert note_lines([make_verdict(reference={"version": "1", "label": "torch"}, notes=("a hint",))]) == []
 
 
-def test_a_library_that_failed_is_said_once(make_verdict: MakeVerdict) -> None:
-    note = "fla took no part in the reference, which may be faster with it: no nvcc"
+@pytest.mark.parametrize(
+    "note",
+    [
+        "fla took no part in the reference, which may be faster with it: no nvcc",
+        "the reference's search did not find its best plan again: 0.02 ms, 0.01 ms when it was compared; judge again",
+    ],
+)
+def test_what_is_amiss_with_a_reference_is_said_once(note: str, make_verdict: MakeVerdict) -> None:
     verdicts = [make_verdict(notes=("a hint", note)), make_verdict(notes=(note,))]
     assert " ".join(" ".join(note_lines(verdicts)).split()) == f"note: {note}"
 
