@@ -1,0 +1,56 @@
+// The sizes of one convolution, as the kernels of implicit_gemm.cuh read them, and division by constants of the call.
+#ifndef CONV2D_GEOMETRY_CUH
+#define CONV2D_GEOMETRY_CUH
+
+#include <cstdint>
+
+namespace conv2d {
+
+#define DEVICE __device__ __forceinline__
+#define UNROLL _Pragma("unroll")
+#define LOOP _Pragma("unroll 1")
+
+// n / d for 0 <= n < 2^31: the high half of a product, and a shift.
+struct Divider {
+    unsigned multiplier = 0, shift = 0;
+    Divider() = default;
+    explicit Divider(int d) {
+        while (1u << shift < static_cast<unsigned>(d)) ++shift;
+        multiplier = static_cast<unsigned>(((1ull << (31 + shift)) + d - 1) / d);
+    }
+    DEVICE int operator()(int n) const { return static_cast<int>(__umulhi(2u * n, multiplier) >> shift); }
+};
+
+constexpr int kChunk = 64;  // channels of one step along K: a row of 128 bytes
+
+// How the pixels of a tile come to shared memory.
+//   kIm2col  one im2col copy for each tap and chunk of channels; columns of the product are output pixels, through all images
+//   kHalo    stride 1: one copy of all rows that the tile's taps read, for each chunk; columns are positions of a padded plane,
+//            `pitch` to a row, h + pad rows to an image, and a tap is an offset in shared memory
+//   kDirect  NCHW, 1x1, stride 1, planes of a multiple of 8: pixels as they lie in memory; a tile is of one image
+enum class Source { kIm2col, kHalo, kDirect };
+
+struct Shape {
+    int n, c, h, w, f, size, stride, pad, p, q;  // size: height and width of a filter; p, q: height and width of the output
+    int taps() const { return size * size; }
+    int chunks() const { return (c + kChunk - 1) / kChunk; }
+};
+
+struct Params {
+    void *y;
+    int n, h, w, f, size, stride, pad, p, q;
+    int plane;          // p * q
+    int taps, units;    // units of K that a split counts: chunks (kHalo), or chunks times taps, the taps of a chunk one after the other
+    int filter_tiles, tiles_of_image;  // the latter of kDirect
+    int pixels;         // output pixels of all images
+    int pitch, rows_of_image;  // kHalo: positions of a row, w + pad; rows of an image, h + pad
+    int stages, pixel_stages, pixel_bytes, weight_bytes;
+    int splits;         // CTAs of a cluster, each with a part of K
+    int share;          // CTAs of a cluster, 1 or 2, with neighbouring tiles of pixels, each of which loads its part of their weights for all
+    int vector;         // NCHW: output pixels of a store, 8, 4, 2 or 1
+    int whole;          // kIm2col: taps is 1, stride 1, no padding: x is a plain matrix, the map is tiled
+    Divider by_filter_tiles, by_taps, by_size, by_plane, by_q, by_pitch, by_rows, by_tiles_of_image;
+};
+
+}  // namespace conv2d
+#endif
