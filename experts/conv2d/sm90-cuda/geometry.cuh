@@ -47,6 +47,7 @@ struct Params {
     int stages, pixel_stages, pixel_bytes, weight_bytes;
     int splits;         // CTAs of a cluster, each with a part of K
     int share;          // CTAs of a cluster, 1 or 2, with neighbouring tiles of pixels, each of which loads its part of their weights for all
+    int probe;
     int vector;         // NCHW: output pixels of a store, 8, 4, 2 or 1
     int whole;          // kIm2col: taps is 1, stride 1, no padding: x is a plain matrix, the map is tiled
     Divider by_filter_tiles, by_taps, by_size, by_plane, by_q, by_pitch, by_rows, by_tiles_of_image;

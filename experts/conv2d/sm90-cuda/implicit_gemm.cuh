@@ -133,8 +133,9 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
             uint32_t pixels = at.pixels + (kSource == Source::kHalo ? pixel_ring.stage : ring.stage) * g.pixel_bytes;
             if constexpr (kSource == Source::kHalo) pixels += (slot + r * g.pitch + s) * 128;
             const uint32_t weights = at.weights + ring.stage * g.weight_bytes, a_at = kNchw ? weights : pixels;
-            const uint64_t a = matrix_descriptor(a_at + group * kBlocks * 8192, 16, 1024);
-            const uint64_t b = matrix_descriptor(kNchw ? pixels : weights, kSource == Source::kDirect ? 8192 : 16, 1024);
+            const uint64_t probed = g.probe & 1 ? uint64_t(pixels >> 7 & 7) << 49 : 0;
+            const uint64_t a = matrix_descriptor(a_at + group * kBlocks * 8192, 16, 1024) | (kNchw ? 0 : probed);
+            const uint64_t b = (kNchw ? probed : 0) | matrix_descriptor(kNchw ? pixels : weights, kSource == Source::kDirect ? 8192 : 16, 1024);
             constexpr int kStep = kSource == Source::kDirect ? 128 : 2, kMajor = kSource == Source::kDirect;
             wgmma_fence();
             UNROLL for (int k = 0; k < 4; ++k)
@@ -150,6 +151,11 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
             if (++s == g.size) s = 0, ++r;
         }
         pixels_used = pixel_ring.stage;
+        if (kSource == Source::kHalo && g.pixel_stages == 1) {  // the next chunk needs this stage
+            wgmma_wait<0>();
+            if (leader) mbarrier_arrive(at.pixels_empty(pixels_used));
+            pixels_used = kMaxStages;
+        }
         pixel_ring.next(g.pixel_stages);
     }
     wgmma_wait<0>();

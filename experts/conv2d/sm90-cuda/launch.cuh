@@ -18,6 +18,7 @@ struct Plan {
     int stages;        // of the ring of weights and, but for kHalo, of pixels
     int pixel_stages;  // kHalo: 1 to 4
     int splits;        // 1, 2, 4 or 8: CTAs that share K
+    int probe;
     int share;         // 1 or 2: CTAs that share weights; not with splits
 };
 
@@ -64,8 +65,7 @@ const char *map_pixels(CUtensorMap *map, const Shape &s, const Params &g, Source
 }
 
 // Rows of a halo that a tile reads at most.
-inline int halo_rows(const Shape &s, int pixels) {
-    const int pitch = s.w + s.pad;
+inline int halo_rows(const Shape &s, int pixels, int pitch) {
     return (pitch - 1 + pixels + s.size - 2) / pitch + s.size;
 }
 
@@ -74,10 +74,11 @@ inline Params params_of(const Shape &s, const Plan &plan, const Tile &tile, void
     g.y = y, g.n = s.n, g.h = s.h, g.w = s.w, g.f = s.f, g.size = s.size, g.stride = s.stride, g.pad = s.pad, g.p = s.p, g.q = s.q;
     g.plane = s.p * s.q, g.taps = s.taps(), g.units = s.chunks() * (plan.source == Source::kHalo ? 1 : g.taps);
     g.filter_tiles = divide_up(s.f, tile.filters), g.tiles_of_image = divide_up(g.plane, tile.pixels), g.pixels = s.n * g.plane;
-    g.pitch = s.w + s.pad, g.rows_of_image = s.h + s.pad;
+    g.probe = plan.probe;
+    g.pitch = plan.probe & 2 ? (s.w + s.pad + 7) / 8 * 8 : s.w + s.pad, g.rows_of_image = s.h + s.pad;
     g.stages = plan.stages, g.weight_bytes = tile.filters * kChunk * 2, g.splits = plan.splits, g.share = plan.share, g.vector = vector_of(g.plane);
     g.pixel_stages = plan.source == Source::kHalo ? plan.pixel_stages : plan.stages;
-    g.pixel_bytes = plan.source == Source::kHalo ? divide_up(halo_rows(s, tile.pixels) * g.pitch * 128, 1024) * 1024 : tile.pixels * kChunk * 2;
+    g.pixel_bytes = plan.source == Source::kHalo ? divide_up(halo_rows(s, tile.pixels, g.pitch) * g.pitch * 128, 1024) * 1024 : tile.pixels * kChunk * 2;
     g.whole = g.taps == 1 && s.stride == 1 && s.pad == 0;
     g.by_filter_tiles = Divider(g.filter_tiles), g.by_taps = Divider(g.taps), g.by_size = Divider(g.size), g.by_plane = Divider(g.plane);
     g.by_q = Divider(g.q), g.by_pitch = Divider(g.pitch), g.by_rows = Divider(g.rows_of_image), g.by_tiles_of_image = Divider(g.tiles_of_image);
@@ -110,6 +111,7 @@ const char *launch_plan(const Shape &s, const Plan &plan, const Tile &tile, bool
     const Params g = params_of(s, plan, tile, y);
     if (plan.splits > 1 && plan.share > 1) return "conv2d: a cluster shares K or weights";
     if (plan.splits > g.units) return "conv2d: more splits than steps";
+    if (plan.stages == 1 && s.chunks() * s.taps() > 1) return "conv2d: one stage is for one step";
     if (plan.stages > kMaxStages || plan.pixel_stages > 4) return "conv2d: too many stages";
     Launch how;
     how.shared_bytes = shared_bytes(g, tile, nchw);
