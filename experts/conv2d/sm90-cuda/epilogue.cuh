@@ -14,21 +14,20 @@ using namespace klineage::sm90;
 template <Source kSource>
 struct Columns {
     const Params &g;
-    int first, end;  // pixel of the tile's first column, one behind the last pixel that the tile may have; of kHalo: first position
-    DEVICE Columns(const Params &g, int first, int image)
-        : g(g), first(first + image * g.plane), end(kSource == Source::kDirect ? min((image + 1) * g.plane, g.pixels) : g.pixels) {}
+    int first;  // pixel of the tile's first column; of kHalo: its position
+    DEVICE Columns(const Params &g, int first) : g(g), first(first) {}
 
     // The pixel, or -1.
     DEVICE int pixel(int column) const {
-        if constexpr (kSource != Source::kHalo) return first + column < end ? first + column : -1;
+        if constexpr (kSource != Source::kHalo) return first + column < g.pixels ? first + column : -1;
         const int row = g.by_pitch(first + column), n = g.by_rows(row), p = row - n * g.rows_of_image, q = first + column - row * g.pitch;
         return n < g.n && p < g.p && q < g.q ? n * g.plane + p * g.q + q : -1;
     }
     // How many pixels lie before a column.
     DEVICE int pixels_before(int column) const {
-        if constexpr (kSource != Source::kHalo) return min(first + column, end);
+        if constexpr (kSource != Source::kHalo) return min(first + column, g.pixels);
         const int row = g.by_pitch(first + column), n = g.by_rows(row), p = row - n * g.rows_of_image, q = first + column - row * g.pitch;
-        return min(n * g.plane + (p < g.p ? p * g.q + min(q, g.q) : g.plane), end);
+        return min(n * g.plane + (p < g.p ? p * g.q + min(q, g.q) : g.plane), g.pixels);
     }
     // The columns of kCount pixels, from pixel `inside` of image n on.
     template <int kCount>
@@ -92,8 +91,6 @@ DEVICE void store_vectors(const Params &g, const Columns<kSource> &columns, uint
                     *reinterpret_cast<uint4 *>(to_row) = make_uint4(v[0] | v[1] << 16, v[2] | v[3] << 16, v[4] | v[5] << 16, v[6] | v[7] << 16);
                 else if constexpr (kVector == 4)
                     *reinterpret_cast<uint2 *>(to_row) = make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
-                else if constexpr (kVector == 2)
-                    *reinterpret_cast<uint32_t *>(to_row) = v[0] | v[1] << 16;
                 else
                     to_row[0] = v[0];
             } else {
@@ -108,8 +105,6 @@ template <class T, Source kSource, int kPitch>
 DEVICE void store_nchw(const Params &g, const Columns<kSource> &columns, uint32_t stage, int filter, int from, int to) {
     if (g.vector == 8)
         store_vectors<T, kSource, kPitch, 8>(g, columns, stage, filter, from, to);
-    else if (kSource == Source::kDirect)
-        return;  // planes are multiples of 8
     else if (g.vector == 4)
         store_vectors<T, kSource, kPitch, 4>(g, columns, stage, filter, from, to);
     else

@@ -35,7 +35,7 @@ struct Memory {
     DEVICE Memory(const Params &g, uint32_t raw) {
         weights = (raw + 1023) & ~1023u;
         pixels = weights + g.stages * g.weight_bytes;
-        bars = pixels + g.pixel_stages * g.pixel_bytes;
+        bars = weights + g.barriers_at;  // behind all else that ordinary stores write
     }
     DEVICE uint32_t full(uint32_t stage) const { return bars + stage * 16; }  // of both operands, or with kHalo of the weights
     DEVICE uint32_t empty(uint32_t stage) const { return bars + stage * 16 + 8; }
@@ -50,19 +50,6 @@ struct Part {
     DEVICE Part(const Params &g, int rank) : begin(g.units * rank / g.splits), end(g.units * (rank + 1) / g.splits) {}
 };
 
-// The weights of one step. With `share`, this CTA's part of them, for both.
-DEVICE void load_weights(const Params &g, const CUtensorMap *w_map, uint32_t to, uint32_t bar, int chunk, int tap, int filter) {
-    if (g.share == 1) return tma_load_3d(to, w_map, bar, chunk * kChunk, tap, filter);
-    const int part = g.weight_bytes / 2, rank = cluster_rank();
-    tma_load_3d_multicast(to + rank * part, w_map, bar, chunk * kChunk, tap, filter + rank * (part / 128), 3);
-}
-
-// A stage is free: its reader tells everybody who fills it.
-DEVICE void release(const Params &g, uint32_t empty) {
-    if (g.share == 1) return mbarrier_arrive(empty);
-    mbarrier_arrive_at(empty, 0), mbarrier_arrive_at(empty, 1);
-}
-
 template <int kPixels>
 DEVICE void load_halo(const Params &g, const CUtensorMap *x_map, uint32_t to, uint32_t bar, int first, int chunk, int lane) {
     const int top = g.by_pitch(first), rows = g.by_pitch(first - top * g.pitch + kPixels + g.size - 2) + g.size;
@@ -74,10 +61,10 @@ DEVICE void load_halo(const Params &g, const CUtensorMap *x_map, uint32_t to, ui
     }
 }
 
-// One warp. `first` is the first column of the tile: pixel (kIm2col), position (kHalo), or pixel of image `image` (kDirect).
+// One warp. `first` is the first column of the tile: pixel (kIm2col) or position (kHalo).
 template <Source kSource, int kPixels>
 DEVICE void produce(const Params &g, const Memory &at, const CUtensorMap *x_map, const CUtensorMap *w_map, Part part, int first,
-                    int image, int filter) {
+                    int filter) {
     const int lane = threadIdx.x % 32;
     Ring ring, pixel_ring;
     if constexpr (kSource == Source::kHalo) {
@@ -89,7 +76,7 @@ DEVICE void produce(const Params &g, const Memory &at, const CUtensorMap *x_map,
                 mbarrier_wait(at.empty(ring.stage), ring.phase ^ 1);
                 if (lane == 0) {
                     mbarrier_arrive_expect(at.full(ring.stage), g.weight_bytes);
-                    load_weights(g, w_map, at.weights + ring.stage * g.weight_bytes, at.full(ring.stage), chunk, tap, filter);
+                    tma_load_3d(at.weights + ring.stage * g.weight_bytes, w_map, at.full(ring.stage), chunk * kChunk, tap, filter);
                 }
                 __syncwarp();
             }
@@ -101,16 +88,13 @@ DEVICE void produce(const Params &g, const Memory &at, const CUtensorMap *x_map,
             const uint32_t bar = at.full(ring.stage), pixels = at.pixels + ring.stage * g.pixel_bytes;
             mbarrier_wait(at.empty(ring.stage), ring.phase ^ 1);
             mbarrier_arrive_expect(bar, g.weight_bytes + kPixels * 128);
-            if constexpr (kSource == Source::kDirect) {
-                UNROLL for (int i = 0; i < kPixels / 64; ++i)
-                    tma_load_3d(pixels + i * kChunk * 128, x_map, bar, first + i * 64, chunk * kChunk, image);
-            } else if (g.whole) {
+            if (g.whole) {
                 tma_load_2d(pixels, x_map, bar, chunk * kChunk, first);
             } else {
                 const int r = g.by_size(tap), s = tap - r * g.size;
                 tma_load_im2col_4d(pixels, x_map, bar, chunk * kChunk, q * g.stride - g.pad, p * g.stride - g.pad, n, s, r);
             }
-            load_weights(g, w_map, at.weights + ring.stage * g.weight_bytes, bar, chunk, tap, filter);
+            tma_load_3d(at.weights + ring.stage * g.weight_bytes, w_map, bar, chunk * kChunk, tap, filter);
             if (++tap == g.taps) tap = 0, ++chunk;
         }
     }
@@ -133,18 +117,16 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
             uint32_t pixels = at.pixels + (kSource == Source::kHalo ? pixel_ring.stage : ring.stage) * g.pixel_bytes;
             if constexpr (kSource == Source::kHalo) pixels += (slot + r * g.pitch + s) * 128;
             const uint32_t weights = at.weights + ring.stage * g.weight_bytes, a_at = kNchw ? weights : pixels;
-            const uint64_t probed = g.probe & 1 ? uint64_t(pixels >> 7 & 7) << 49 : 0;
-            const uint64_t a = matrix_descriptor(a_at + group * kBlocks * 8192, 16, 1024) | (kNchw ? 0 : probed);
-            const uint64_t b = (kNchw ? probed : 0) | matrix_descriptor(kNchw ? pixels : weights, kSource == Source::kDirect ? 8192 : 16, 1024);
-            constexpr int kStep = kSource == Source::kDirect ? 128 : 2, kMajor = kSource == Source::kDirect;
+            const uint64_t a = matrix_descriptor(a_at + group * kBlocks * 8192, 16, 1024);
+            const uint64_t b = matrix_descriptor(kNchw ? pixels : weights, 16, 1024);
             wgmma_fence();
             UNROLL for (int k = 0; k < 4; ++k)
                 UNROLL for (int block = 0; block < kBlocks; ++block)
-                    Wgmma<T, kN>::template ss<0, kMajor>(d[block], a + block * 512 + k * 2, b + k * kStep, accumulate | k);
+                    Wgmma<T, kN>::template ss<0, 0>(d[block], a + block * 512 + k * 2, b + k * 2, accumulate | k);
             wgmma_commit();
             accumulate = 1;
             wgmma_wait<1>();
-            if (leader && used < kMaxStages) release(g, at.empty(used));
+            if (leader && used < kMaxStages) mbarrier_arrive(at.empty(used));
             if (kSource == Source::kHalo && step == 0 && leader && pixels_used < kMaxStages) mbarrier_arrive(at.pixels_empty(pixels_used));
             used = ring.stage;
             ring.next(g.stages);
@@ -171,32 +153,27 @@ implicit_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == kGroups * 4 && elect_one()) {
         prefetch_tensor_map(&x_map), prefetch_tensor_map(&w_map);
-        LOOP for (int i = 0; i < g.stages; ++i) mbarrier_init(at.full(i), 1), mbarrier_init(at.empty(i), kGroups * 4 * g.share);
+        LOOP for (int i = 0; i < g.stages; ++i) mbarrier_init(at.full(i), 1), mbarrier_init(at.empty(i), kGroups * 4);
         LOOP for (int i = 0; i < g.pixel_stages && kSource == Source::kHalo; ++i)
             mbarrier_init(at.pixels_full(i), 1), mbarrier_init(at.pixels_empty(i), kGroups * 4);
         fence_mbarrier_init();
     }
-    // A cluster has one tile of filters, and one of pixels for each CTA (share) or for all (splits).
-    const int ctas = g.splits * g.share, rank = ctas > 1 ? cluster_rank() : 0, cluster = blockIdx.x / ctas;
-    const int pixel_tiles = g.by_filter_tiles(cluster), filter = (cluster - pixel_tiles * g.filter_tiles) * kFilters;
-    const int pixel_tile = pixel_tiles * g.share + (g.share > 1 ? rank : 0);
-    const int image = kSource == Source::kDirect ? g.by_tiles_of_image(pixel_tile) : 0;
-    const int first = (pixel_tile - image * g.tiles_of_image) * kPixels;
-    const Part part(g, g.splits > 1 ? rank : 0);
+    const int rank = g.splits > 1 ? cluster_rank() : 0, cluster = blockIdx.x / g.splits;  // a cluster has one tile
+    const int pixel_tile = g.by_filter_tiles(cluster), filter = (cluster - pixel_tile * g.filter_tiles) * kFilters;
+    const int first = pixel_tile * kPixels;
+    const Part part(g, rank);
     __syncthreads();
-    if (g.share > 1) cluster_sync();
     if (warp == kGroups * 4) {
         grid_dependency_wait();
-        produce<kSource, kPixels>(g, at, &x_map, &w_map, part, first, image, filter);
+        produce<kSource, kPixels>(g, at, &x_map, &w_map, part, first, filter);
         __syncwarp();
-        if (g.splits > 1) cluster_sync();
-        if (ctas > 1) cluster_sync();
+        if (g.splits > 1) cluster_sync(), cluster_sync();
         return;
     }
     float d[kBlocks][kN / 2];
     consume<T, kSource, kNchw, kBlocks, kN>(g, at, part, first, warp / 4, d);
     named_barrier_sync(1, kThreads);  // the ring's memory is free
-    const Columns<kSource> columns(g, first, image);
+    const Columns<kSource> columns(g, first);
     const int lane = threadIdx.x % 32, row = warp / 4 * kBlocks * 64 + warp % 4 * 16;
     constexpr int kPitch = kN * 2 + 16;  // bytes of a staged row, and a pad for the banks
     const auto store = [&](uint32_t stage, int block, int from, int to) {
@@ -216,7 +193,6 @@ implicit_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
                             pack<T>(v[i + 6], v[i + 7]));
             store(stage, block, 0, kN);
         }
-        if (g.share > 1) cluster_sync();  // the other one may still release stages here
         return;
     }
     const uint32_t sums = at.weights + threadIdx.x * 16, stage = at.weights + kM * kN * 4 + warp * 16 * kPitch;

@@ -14,8 +14,16 @@ struct Reorder {
     const uint16_t *x, *w;
     uint16_t *to_x, *to_w;
     int c, plane, taps, vector;  // plane: h * w of x; vector: pixels of a load, 8, 4 or 1
+    int kept, stride, q, row;    // pixels of an image that are kept: all, or every stride-th of every stride-th row; q of a row of `row`
     int tiles_of_image, chunks, x_blocks, w_vectors;
-    Divider by_chunks, by_tiles, by_taps, by_c8;
+    Divider by_chunks, by_tiles, by_taps, by_c8, by_q;
+
+    // Where a kept pixel lies in its plane of x.
+    DEVICE int place(int pixel) const {
+        if (stride == 1) return pixel;
+        const int p = by_q(pixel);
+        return (p * row + pixel - p * q) * stride;
+    }
 };
 
 // 64 channels by 64 pixels of an image.
@@ -23,12 +31,12 @@ template <int kVector>
 DEVICE void reorder_pixels(const Reorder &g, uint32_t (&words)[64][33]) {
     const int tile = g.by_chunks(blockIdx.x), n = g.by_tiles(tile), pixel0 = (tile - n * g.tiles_of_image) * 64;
     const int channel0 = (blockIdx.x - tile * g.chunks) * 64;
-    const uint16_t *const from = g.x + (static_cast<size_t>(n) * g.c + channel0) * g.plane + pixel0;
+    const uint16_t *const from = g.x + (static_cast<size_t>(n) * g.c + channel0) * g.plane;
     UNROLL for (int item = 0; item < 8 / kVector; ++item) {
         const int i = item * 256 + threadIdx.x, pair = i / (64 / kVector), pixel = i % (64 / kVector) * kVector;
         uint16_t low[kVector] = {}, high[kVector] = {};
-        if (channel0 + 2 * pair < g.c && pixel0 + pixel < g.plane) {
-            const uint16_t *const at = from + static_cast<size_t>(2 * pair) * g.plane + pixel;
+        if (channel0 + 2 * pair < g.c && pixel0 + pixel < g.kept) {
+            const uint16_t *const at = from + static_cast<size_t>(2 * pair) * g.plane + g.place(pixel0 + pixel);
             if constexpr (kVector == 8) {
                 *reinterpret_cast<uint4 *>(low) = __ldg(reinterpret_cast<const uint4 *>(at));
                 *reinterpret_cast<uint4 *>(high) = __ldg(reinterpret_cast<const uint4 *>(at + g.plane));
@@ -42,10 +50,10 @@ DEVICE void reorder_pixels(const Reorder &g, uint32_t (&words)[64][33]) {
         UNROLL for (int k = 0; k < kVector; ++k) words[pixel + k][pair] = low[k] | static_cast<uint32_t>(high[k]) << 16;
     }
     __syncthreads();
-    uint16_t *const to = g.to_x + (static_cast<size_t>(n) * g.plane + pixel0) * g.c + channel0;
+    uint16_t *const to = g.to_x + (static_cast<size_t>(n) * g.kept + pixel0) * g.c + channel0;
     UNROLL for (int item = 0; item < 2; ++item) {
         const int i = item * 256 + threadIdx.x, pixel = i / 8, vector = i % 8;
-        if (pixel0 + pixel < g.plane && channel0 + vector * 8 < g.c)
+        if (pixel0 + pixel < g.kept && channel0 + vector * 8 < g.c)
             *reinterpret_cast<uint4 *>(to + static_cast<size_t>(pixel) * g.c + vector * 8) =
                 make_uint4(words[pixel][vector * 4], words[pixel][vector * 4 + 1], words[pixel][vector * 4 + 2], words[pixel][vector * 4 + 3]);
     }
