@@ -50,6 +50,13 @@ CONVOLVED = tuple(
     for n, h, w in ((2, 56, 56), (1, 7, 9), (3, 57, 31), (40, 1, 8), (4, 7, 8), (2, 14, 88), (1, 3, 250))
 )
 """Whole planes in a tile and tiles across images, lines of one pixel, what takes rectangles, and wide images."""
+LAYERS = (
+    (2, 64, 28, 28, 128, 3, 2, 1), (1, 64, 56, 56, 64, 3, 1, 1), (2, 128, 7, 7, 520, 3, 1, 1), (3, 24, 9, 11, 40, 3, 1, 1),
+    (2, 72, 13, 17, 136, 3, 2, 1), (2, 64, 14, 14, 256, 1, 1, 0), (40, 64, 28, 28, 256, 1, 1, 0), (2, 64, 12, 10, 72, 1, 2, 0),
+    (3, 1024, 14, 14, 256, 1, 1, 0), (2, 64, 8, 8, 128, 5, 1, 2), (1, 8, 30, 30, 64, 7, 2, 3), (1, 64, 3, 250, 64, 3, 1, 2),
+    (1, 8, 5, 5, 8, 1, 1, 0), (9, 512, 7, 7, 512, 3, 1, 1),
+)  # fmt: skip
+"""Layers of residual networks, small ones, and those that fill no tile: other channels, filters, strides and paddings."""
 SUPPORTED = (
     Neighbours("gemm", "bf16", ((512, 768, 320), (256, 256, 256), (1024, 256, 2048))),
     Neighbours("conv2d", "fp16", CONVOLVED),
@@ -62,9 +69,17 @@ SUPPORTED = (
     Neighbours("gdn_kkt_solve", "bf16", ((2, 6, 128, 64, 512), (1, 4, 128, 64, 64), (2, 2, 128, 64, 200))),
     Neighbours("gdn_fused_fwd", "bf16", ((2, 6, 128, 64, 512), (1, 3, 128, 64, 64), (2, 4, 128, 64, 200))),
 )  # fmt: skip
+EXPERT_ONLY = (
+    Neighbours("conv2d", "fp16", LAYERS),
+    Neighbours("conv2d", "fp16", LAYERS, (("layout", "nhwc"),)),
+    Neighbours("conv2d", "bf16", LAYERS),
+    Neighbours("conv2d", "bf16", LAYERS, (("layout", "nhwc"),)),
+)
+"""What lies beyond the shapes of the naive kernel's test."""
 REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
-    Neighbours("conv2d", "fp16", ((1, 32, 8, 8, 128, 3, 1, 1),)),
+    Neighbours("conv2d", "fp16", ((1, 3, 8, 8, 128, 3, 1, 1),)),
+    Neighbours("conv2d", "fp32", ((1, 64, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 128),), (("causal", True),)),
     Neighbours("topk", "fp32", ((1, 2048, 1025),)),
     Neighbours("gdn_cumsum", "fp32", ((4, 32, 64),)),
@@ -117,6 +132,13 @@ def test_a_kernel_is_right_at_neighbouring_shapes(
     assert_right(judge(neighbours.case(), source), neighbours)
 
 
+@pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in EXPERT_ONLY])
+def test_an_expert_is_right_where_it_goes_beyond_the_naive_kernel(
+    neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
+) -> None:
+    assert_right(judge(neighbours.case(), kernel(neighbours.operator, Surface.CUDA, "expert", platform)), neighbours)
+
+
 @pytest.mark.parametrize("variant", ["naive", "expert"])
 @pytest.mark.parametrize("surface", [Surface.TRITON, Surface.TILELANG], ids=lambda surface: surface.value)
 def test_a_kernel_that_is_compiled_when_it_is_called_is_right(
@@ -127,7 +149,7 @@ def test_a_kernel_that_is_compiled_when_it_is_called_is_right(
     assert_right(judge(COMPILED_WHEN_CALLED.case(), source, **COMPILER_LIMITS), COMPILED_WHEN_CALLED)
 
 
-@pytest.mark.parametrize("neighbours", [pytest.param(item, id=item.name) for item in REFUSED])
+@pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in REFUSED])
 def test_what_an_expert_does_not_support_it_refuses(
     neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
 ) -> None:
