@@ -99,7 +99,7 @@ def speedup_bars(found: Sequence[Result], details: Details) -> list[Figure]:
     methods = method_order(one.best.method for one in found)
     for number, device in enumerate(sorted({one.best.device for one in found})):
         here = [one for one in found if one.best.device == device]
-        cases = list(dict.fromkeys(case for _, _, case in ordered_cases(here)))
+        cases = list(dict.fromkeys(_category(one.best) for one in ordered(here)))
         variants = dict.fromkeys((one.best.method, one.best.surface) for one in ordered(here))
         series = [
             Series(
@@ -174,7 +174,7 @@ def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
     return (
         Cell(one.device, one.device),
         Cell(one.case_id, one.case_id, detail=_key(one, details)),
-        Cell(one.method, one.method),
+        Cell(one.name, one.name),
         Cell(one.surface or NOTHING, one.surface or None),
         Cell(text, one.speedup, TONES[scored and (one.speedup or 0.0) >= 1.0]),
         Cell(width, interval.low if interval else None, Tone.QUIET),
@@ -184,6 +184,11 @@ def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
         share(result.succeeded, result.attempts),
         Cell(_reason(one), _reason(one), Tone.PLAIN if scored else Tone.BAD),
     )
+
+
+def _category(one: Attempt) -> str:
+    """What a group of bars is called: the case, and the kernel where several are judged on one."""
+    return f"{one.case_id} {one.kernel}".rstrip()
 
 
 def _variant(method: str, surface: str, variants: Collection[tuple[str, str]]) -> str:
@@ -200,12 +205,12 @@ def _bars(
         if (one.method, one.surface) != variant:
             continue
         mark = mark_of(one.code, one.speedup) if one.code is not None else Mark.FAILED
-        text = f"{one.method} on {one.case_id}: " + (f"{ratio(one.speedup)}x" if one.speedup else _reason(one))
+        text = f"{one.name} on {one.case_id}: " + (f"{ratio(one.speedup)}x" if one.speedup else _reason(one))
         if interval is not None:
             text += f" [{ratio(interval.low)}, {ratio(interval.high)}]"
         points.append(
             Point(
-                x=cases.index(one.case_id), y=one.speedup, text=text, mark=mark,
+                x=cases.index(_category(one)), y=one.speedup, text=text, mark=mark,
                 low=interval.low if interval else None, high=interval.high if interval else None,
                 detail=_key(one, details),
             )
