@@ -34,6 +34,7 @@ from pytest_klineage.report.steps import mark_of
 from pytest_klineage.report.tables import UNCERTAIN, ratio
 
 FAILURES = "A kernel without a speedup is no 1.0x: it lowers the coverage and is not in the mean."
+COMPETING = "Where several kernels share a case there is no mean."
 TONES = {True: Tone.GOOD, False: Tone.PLAIN}
 CASE = ("device", "case")
 SAME = ("device", "language", "reference")
@@ -72,18 +73,23 @@ def mean_table(found: Sequence[Result]) -> Table:
     """Geometric mean over scored cases with its coverage, for each device, method and language."""
     columns = (Column("device"), Column("method"), Column("language"), Column("geomean of successes", numeric=True),
                Column("coverage", numeric=True), Column("at or above 1x", numeric=True))  # fmt: skip
-    groups: dict[tuple[str, str, str], list[float | None]] = {}
+    groups: dict[tuple[str, str, str], list[Attempt]] = {}
     for one in ordered(found):
-        groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best.speedup)
+        groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best)
     order = method_order(method for _, method, _ in groups)
     rows = []
     for key, group in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]), item[0][2])):
-        speeds = [speed for speed in group if speed is not None]
+        speeds = [one.speedup for one in group if one.speedup is not None]
         reached = sum(speed >= 1.0 for speed in speeds)
         named = tuple(Cell(text or NOTHING, text or None) for text in key)
-        mean = times(geometric_mean(speeds))
+        mean = times(None if _compete(group) else geometric_mean(speeds))
         rows.append((*named, mean, share(len(speeds), len(group)), share(reached, len(group))))
-    return Table("Means", columns, tuple(rows), notes=(FAILURES,))
+    return Table("Means", columns, tuple(rows), notes=(FAILURES, COMPETING))
+
+
+def _compete(group: Sequence[Attempt]) -> bool:
+    """Whether several kernels of a group share a case: a mean over them would describe no kernel."""
+    return len({(one.case_id, reference_of(one)) for one in group}) < len(group)
 
 
 def ordered(found: Sequence[Result]) -> list[Result]:
