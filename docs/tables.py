@@ -16,7 +16,7 @@ from tabulate import tabulate
 from pytest_klineage.records import Timing, Verdict
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import milliseconds, ratio
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))

@@ -9,7 +9,7 @@ from pytest_klineage.report.behind import of_verdict
 from pytest_klineage.report.cells import NOTHING, time_cell, times
 from pytest_klineage.report.document import Cell, Column, Details, Section, Table, Tone
 from pytest_klineage.report.tables import ratio
-from pytest_klineage.results import Record, Run
+from pytest_klineage.results.runs import Record, Run
 
 NUMERIC = frozenset({"speedup", "95 % interval", "kernel ms", "reference ms"})
 COLUMNS = ("case", "kernel", "status", "reason", "speedup", "95 % interval", "kernel ms", "reference ms", "reference")

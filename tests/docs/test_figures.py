@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.gate.statistics import paired_interval
+from pytest_klineage.gate.timing.statistics import paired_interval
 
 ROOT = Path(__file__).parents[2]
 
