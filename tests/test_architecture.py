@@ -209,7 +209,7 @@ def test_the_gate_judges_without_the_rooms_above_it(tmp_path: Path) -> None:
         "from pytest_klineage import Gate, GateSettings, make_case, read_source\n"
         "quick = {'time_limit_s': 0.2, 'precision': 0.5, 'seeds': 1, 'busy_limit': 1.0}\n"
         "case, kernel = make_case('gemm', (8, 8, 8), 'fp32', 'torch'), read_source('kernel.cpp')\n"
-        "with Gate('cpu', GateSettings(**quick, cache_dir=Path('cache'))) as gate:\n"
+        "with Gate('cpu', GateSettings(**quick, cache_dir=Path('cache').absolute())) as gate:\n"
         "    print(gate.judge(case, kernel).timing is not None)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
