@@ -8,7 +8,8 @@
 
 namespace conv2d {
 
-// Clocks of a multiprocessor, fitted to the times of all plans for the layers of NOTES.md.
+// Clocks of a multiprocessor. Those of implicit_gemm.cuh were fitted to times of its plans; `stores` and `reorder` are estimates, not fitted.
+// The model ranks plans roughly.
 struct Machine {
     float l2 = 55;            // bytes of a clock that TMA brings
     float step = 68;          // waiting in a step beyond the products and the copies, with one CTA alone
