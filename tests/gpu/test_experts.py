@@ -56,8 +56,9 @@ LAYERS = (
     (40, 64, 28, 28, 256, 1, 1, 0), (2, 64, 12, 10, 72, 1, 2, 0), (3, 1024, 14, 14, 256, 1, 1, 0),
     (2, 64, 8, 8, 128, 5, 1, 2), (1, 8, 30, 30, 64, 7, 2, 3), (1, 64, 3, 250, 64, 3, 1, 2),
     (1, 8, 5, 5, 8, 1, 1, 0), (9, 512, 7, 7, 512, 3, 1, 1),
+    (2, 128, 28, 28, 192, 1, 1, 0), (2, 64, 16, 16, 64, 5, 1, 0), (2, 128, 28, 28, 128, 3, 1, 1),
 )  # fmt: skip
-"""Layers of residual networks, small ones, and those that fill no tile: other channels, filters, strides, paddings."""
+"""Layers of residual networks, small ones, those that fill no tile, and several images whose planes fill no 64 pixels."""
 SUPPORTED = (
     Neighbours("gemm", "bf16", ((512, 768, 320), (256, 256, 256), (1024, 256, 2048))),
     Neighbours("conv2d", "fp16", CONVOLVED),

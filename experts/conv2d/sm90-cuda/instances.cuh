@@ -15,9 +15,9 @@ Instance once() {
 }
 template <class T, Form kForm, int kPixels, int kFilters, int kGroups, int kPerSm>
 Instance stream() {
-    constexpr bool kRows = kForm == Form::kPixelRows, kNchw = kForm == Form::kNchw || kForm == Form::kNchwDirect;
+    constexpr bool kRows = kForm == Form::kPixelRows, kDirect = kForm == Form::kNchwDirect;
     constexpr int kM = kRows ? kPixels : kFilters, kN = kRows ? kFilters : kPixels;
-    return {kForm == Form::kNchwDirect ? Kind::kStreamDirect : Kind::kStream, kNchw, !kRows, kPixels, kFilters, kGroups, kPerSm,
+    return {kDirect ? Kind::kStreamDirect : Kind::kStream, kDirect, !kRows, kPixels, kFilters, kGroups, kPerSm,
             reinterpret_cast<const void *>(stream_gemm<T, kM, kN, kGroups, kPerSm, kForm>)};
 }
 
@@ -30,7 +30,7 @@ struct Instances {
 template <class T>
 Instances instances() {
     constexpr Kind I = Kind::kIm2col, H = Kind::kHalo;
-    constexpr Form P = Form::kPixelRows, F = Form::kFilterRows, C = Form::kNchw, D = Form::kNchwDirect;
+    constexpr Form P = Form::kPixelRows, F = Form::kFilterRows, D = Form::kNchwDirect;
     static const Instance list[] = {
         once<T, I, false, 128, 128, 2, 2>(), once<T, I, false, 128, 64, 2, 3>(), once<T, I, false, 192, 128, 3, 1>(),
         once<T, I, false, 64, 128, 1, 3>(),  once<T, I, false, 64, 64, 1, 4>(),  once<T, H, false, 128, 128, 2, 2>(),
@@ -50,8 +50,6 @@ Instances instances() {
         stream<T, F, 192, 128, 2, 1>(),      stream<T, F, 96, 256, 2, 1>(),      stream<T, F, 48, 256, 2, 2>(),
         stream<T, F, 112, 128, 2, 2>(),
 
-        stream<T, C, 128, 128, 2, 2>(),      stream<T, C, 128, 64, 1, 3>(),      stream<T, C, 192, 128, 2, 1>(),
-        stream<T, C, 64, 256, 2, 2>(),       stream<T, C, 64, 128, 2, 3>(),      stream<T, C, 64, 64, 1, 4>(),
         stream<T, D, 128, 128, 2, 2>(),      stream<T, D, 128, 64, 1, 3>(),      stream<T, D, 64, 256, 2, 2>(),
         stream<T, D, 128, 256, 2, 1>(),      stream<T, D, 256, 128, 2, 1>(),     stream<T, D, 64, 128, 2, 3>(),
         stream<T, D, 64, 64, 1, 4>(),        stream<T, D, 256, 64, 1, 2>(),

@@ -162,7 +162,6 @@ inline const char *refuse(const Shape &s, const Plan &plan, const Instance &tile
     const bool halo = tile.kind == Kind::kHalo, direct = tile.kind == Kind::kStreamDirect;
     if (halo && (s.stride != 1 || s.w + s.pad > 256)) return "conv2d: rows of a halo need stride 1 and a width up to 256";
     if (direct && (!s.pointwise() || s.h * s.w % 8 != 0)) return "conv2d: not a direct case";
-    if (tile.stream() && tile.nchw && s.p * s.q % 8 != 0) return "conv2d: TMA stores need planes of a multiple of 8";
     if (tile.stream() && plan.splits != 1) return "conv2d: tiles that follow each other do not share K";
     if (!tile.stream() && plan.resident) return "conv2d: resident weights are of many tiles";
     if (plan.per_sm < 1 || plan.per_sm > tile.per_sm || plan.pixel_stages < 1 || plan.pixel_stages > 4) return "conv2d: plan out of range";

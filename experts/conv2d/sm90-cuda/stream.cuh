@@ -12,9 +12,8 @@ namespace conv2d {
 //                                rows of the product, its columns   y      x
 //   kPixelRows                   pixels, filters                    NHWC   NHWC
 //   kFilterRows                  filters, pixels                    NHWC   NHWC
-//   kNchw                        filters, pixels                    NCHW   NHWC; the output's planes are multiples of 8
 //   kNchwDirect                  filters, pixels of one image       NCHW   NCHW; 1x1, stride 1; planes are multiples of 8
-enum class Form { kPixelRows, kFilterRows, kNchw, kNchwDirect };
+enum class Form { kPixelRows, kFilterRows, kNchwDirect };
 
 // A tile's place: `first` is a pixel of all images, of kNchwDirect of image `image`.
 template <Form kForm, int kPixels, int kFilters>
@@ -107,19 +106,16 @@ DEVICE void stage_rows(uint32_t to, const float (&d)[kN / 2]) {
     }
 }
 
-// One thread: 64 staged rows to y; what lies outside of it is not written. A box of NCHW may be of several images.
+// One thread: 64 staged rows to y; what lies outside of it is not written.
 template <Form kForm, int kN>
-DEVICE void store_rows(const Params &g, const CUtensorMap *y_map, uint32_t from, int row, int first, int image, int filter) {
+DEVICE void store_rows(const CUtensorMap *y_map, uint32_t from, int row, int first, int image, int filter) {
     UNROLL for (int i = 0; i < (kForm == Form::kFilterRows ? 1 : kN / 64); ++i, from += 8192) {
         if constexpr (kForm == Form::kFilterRows) {
             tma_store_2d(y_map, from, filter + row, first);
         } else if constexpr (kForm == Form::kPixelRows) {
             tma_store_2d(y_map, from, filter + i * 64, first + row);
-        } else if constexpr (kForm == Form::kNchwDirect) {
-            tma_store_3d(y_map, from, first + i * 64, filter + row, image);
         } else {
-            const int begin = first + i * 64, end = min(begin + 64, g.pixels);
-            for (int n = g.by_plane(begin); n * g.plane < end; ++n) tma_store_3d(y_map, from, begin - n * g.plane, filter + row, n);
+            tma_store_3d(y_map, from, first + i * 64, filter + row, image);
         }
     }
 }
@@ -157,7 +153,7 @@ stream_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ C
         if (storer) {
             const Place<kForm, kPixels, kFilters> place(g, tile);
             UNROLL for (int block = 0; block < kBlocks; ++block)
-                store_rows<kForm, kN>(g, &y_map, output + block * kN * 128, (group * kBlocks + block) * 64, place.first, place.image, place.filter);
+                store_rows<kForm, kN>(&y_map, output + block * kN * 128, (group * kBlocks + block) * 64, place.first, place.image, place.filter);
             bulk_commit();
         }
         __syncwarp();
