@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,9 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
+SUSPECT_GAIN, LEAST_NOVEL = 1.2, 8
+"""How much faster on known inputs looks like memory, and how many pairs of each kind decide that: until then sampling
+goes on although time is up, or a kernel that is slow on purpose would leave too few pairs to be found out."""
 SIDES = ("reference", "candidate")
 PAPER_WARMUP, PAPER_REPS = 25, 100
 DO_BENCH_ESTIMATE = 5
@@ -64,6 +68,16 @@ class Samples(msgspec.Struct, kw_only=True):
             candidate_waited=self.candidate_waited[count:], novel=self.novel[count:],
             calls_per_sample=self.calls_per_sample, one_block=self.one_block,
         )  # fmt: skip
+
+
+def looks_like_memory(samples: Samples) -> bool:
+    """Whether the candidate seems faster on inputs that it has met, by too few pairs to say so."""
+    sides = list(zip(samples.reference, samples.candidate, samples.novel, strict=False))
+    novel = [math.log(reference / candidate) for reference, candidate, new in sides if new]
+    known = [math.log(reference / candidate) for reference, candidate, new in sides if not new]
+    if not novel or not known or min(len(novel), len(known)) >= LEAST_NOVEL:
+        return False
+    return statistics.median(known) - statistics.median(novel) > math.log(SUSPECT_GAIN)
 
 
 class Sampler(Protocol):
@@ -151,7 +165,7 @@ class Paired(Policy):
                     stopped = "precise"
                     break
             report(pairs, look, interval)
-            if pairs >= LEAST_PAIRS and out_of_time():
+            if pairs >= LEAST_PAIRS and out_of_time() and not looks_like_memory(correct(samples)):
                 break
             if renewal is not None and renewal.exhausted(samples):
                 stopped = "start limit"

@@ -21,7 +21,7 @@ from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import Loaded as LoadedKernel
 from pytest_klineage.worker import containment
-from pytest_klineage.worker.calls import CallLoop
+from pytest_klineage.worker.calls import CallLoop, materialise_if_needed
 
 if TYPE_CHECKING:
     from pytest_klineage.worker.device_calls import DeviceClock
@@ -56,6 +56,9 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     try:
         # A GPU's context and its clock come first: the driver opens its files here, and binds them to no candidate.
         clock = device_clock(job) if on_gpu(job) else None
+        materialise_if_needed()
+        # What is frozen is not found by looking through all objects.
+        gc.freeze()
         containment_report = contain(job, active)
         kernel = load(job)
         if job.sandbox and clock is None and not surface_needs_torch(job):
