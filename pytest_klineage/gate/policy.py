@@ -20,7 +20,7 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
-SUSPECT_GAIN, LEAST_NOVEL = 1.2, 8
+SUSPECT_GAIN, ENOUGH_NOVEL = 1.2, statistics.FEW_PAIRS
 """How much faster on known inputs looks like memory, and how many pairs of each kind decide that: until then sampling
 goes on although time is up, or a kernel that is slow on purpose would leave too few pairs to be found out."""
 SIDES = ("reference", "candidate")
@@ -70,14 +70,21 @@ class Samples(msgspec.Struct, kw_only=True):
         )  # fmt: skip
 
 
+def known_gain(reference: list[float], candidate: list[float], novel: list[bool]) -> float:
+    """How many times as fast, by medians of ratios, the candidate is on known inputs as on new ones; 1 without either."""
+    sides = list(zip(reference, candidate, novel, strict=False))
+    new = [math.log(first / second) for first, second, is_new in sides if is_new]
+    old = [math.log(first / second) for first, second, is_new in sides if not is_new]
+    return math.exp(statistics.median(old) - statistics.median(new)) if new and old else 1.0
+
+
 def looks_like_memory(samples: Samples) -> bool:
     """Whether the candidate seems faster on inputs that it has met, by too few pairs to say so."""
-    sides = list(zip(samples.reference, samples.candidate, samples.novel, strict=False))
-    novel = [math.log(reference / candidate) for reference, candidate, new in sides if new]
-    known = [math.log(reference / candidate) for reference, candidate, new in sides if not new]
-    if not novel or not known or min(len(novel), len(known)) >= LEAST_NOVEL:
+    new = sum(samples.novel)
+    if min(new, len(samples.novel) - new) >= ENOUGH_NOVEL:
         return False
-    return statistics.median(known) - statistics.median(novel) > math.log(SUSPECT_GAIN)
+    alone = [1.0] * len(samples.candidate)
+    return any(known_gain(side, samples.candidate, samples.novel) > SUSPECT_GAIN for side in (samples.reference, alone))
 
 
 class Sampler(Protocol):
