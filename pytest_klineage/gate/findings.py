@@ -183,7 +183,8 @@ def memory_reason(samples: Samples) -> Reason | None:
 def faster_when_known(reference: list[float], candidate: list[float], novel: list[bool]) -> Reason | None:
     """A reason when intervals of the speedup on known and on new inputs lie clearly apart."""
     groups = [
-        [(r, c) for r, c, new in zip(reference, candidate, novel, strict=False) if new is kind] for kind in (True, False)
+        [(r, c) for r, c, new in zip(reference, candidate, novel, strict=False) if new is kind]
+        for kind in (True, False)
     ]
     if min(map(len, groups)) < LEAST_NOVEL:
         return None

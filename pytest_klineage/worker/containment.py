@@ -233,8 +233,8 @@ CONDITIONAL_CALLS = (
     "clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity", "fcntl", "ioctl",
 )  # fmt: skip
 SIGNALLING = {"fcntl": (8, 10, 15, 1024, 1026), "ioctl": (0x5452, 0x8901, 0x8902)}
-"""By system call, the commands that have the system send signals later on, which would wake a stopped process: F_SETOWN,
-F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY; FIOASYNC, FIOSETOWN, SIOCSPGRP."""
+"""By system call, the commands that have the system send signals later on, which would wake a stopped process:
+F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY; FIOASYNC, FIOSETOWN, SIOCSPGRP."""
 F_SETFL, O_ASYNC = 4, 0x2000
 PROT_EXEC, MAP_ANONYMOUS = 0x4, 0x20
 CLONE_THREAD = 0x00010000

@@ -30,7 +30,7 @@ DEVICE: Any = _base.device
 LAYOUT: Any = _base.layout
 RECORDS: Any = torch.return_types
 CONTAINERS = frozenset({tuple, list, *(kind for kind in vars(RECORDS).values() if isinstance(kind, type))})
-"""What outputs may be returned in, beside a dict: exactly these types, the last of which are those of torch.topk and its
+"""What outputs may be returned in, beside a dict: exactly these types, the last of them those of torch.topk and its
 like. Nobody can derive from those, and looking through any of these runs no code of the candidate's."""
 DETACH: Callable[..., Any] = _base.detach
 
@@ -58,7 +58,7 @@ def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[Returned
 
 
 def returned_tensors(result: Any) -> list[Any]:
-    """What a kernel returned, one by one. Raises SurfaceFailure for a container that could compute when looked through."""
+    """What a kernel returned, one by one. Raises SurfaceFailure for a container that could compute meanwhile."""
     kind = type(result)
     if kind is dict:
         return list(dict.values(result))

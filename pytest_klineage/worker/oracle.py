@@ -68,6 +68,7 @@ class Oracle:
         self.threads = 1
         self.schedule = Schedule()
         self.flush_buffer = torch.empty(0)
+        self.flush_bytes = 0
         self.blocks: Blocks | None = None
         """Set when the tensors lie on a GPU."""
 
@@ -106,6 +107,7 @@ class Oracle:
         self.cases.move_to_end(key)
         self.problems = self.cases[key]
         self.schedule.begin()
+        self.flush_bytes = request.flush_bytes
         if self.blocks is None and self.flush_buffer.numel() * 4 != request.flush_bytes:
             self.flush_buffer = torch.zeros(request.flush_bytes // 4)
         case, chosen = request.case, operator(request.case.operator)
@@ -153,6 +155,7 @@ class Oracle:
         from pytest_klineage.worker.device_rounds import DevicePlayer
 
         player = DevicePlayer(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
+        player.flush = self.blocks.flush(self.flush_bytes)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
         torch.cuda.empty_cache()
         own, *also = signatures

@@ -148,12 +148,16 @@ def refuse_compute() -> None:
 
 @functools.cache
 def trapped_names() -> tuple[frozenset[str], frozenset[str]]:
-    """Plain names of the operators that compute, and of those that do not, as they are before any is replaced."""
+    """Plain names of the operators that compute, and of those that do not, as they are before any is replaced.
+
+    One that is composed of others does not: it calls those, which raise, and a caller may say why.
+    """
     import torch
 
     names = set(torch._C._dispatch_get_all_op_names())
     computing = {plain_name(name) for name in names if any(has_kernel(name, key) for key in KEYS)}
-    return frozenset(computing - GLUE), frozenset(name.rstrip("_") for name in GLUE) | GLUE
+    composed = {plain_name(name) for name in names} - computing - DIRECT
+    return frozenset(computing - GLUE), frozenset(name.rstrip("_") for name in GLUE) | GLUE | composed
 
 
 def plain_name(name: str) -> str:

@@ -149,4 +149,3 @@ def remove_group(group: Path) -> None:
     """Remove a cgroup if it is empty."""
     with contextlib.suppress(OSError):
         group.rmdir()
-

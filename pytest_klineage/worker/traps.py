@@ -31,7 +31,9 @@ BLAS = re.compile(
 KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
 """Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
 SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
-WORKS = re.compile(r"gem[mv]|matmul|bmm|(?:^|_)mm(?:_|$)|linear|conv|(?:^|_)dot|attention|softmax|blas|sparse$|onednn|^mkldnn_(?!view)")
+WORKS = re.compile(
+    r"gem[mv]|matmul|bmm|(?:^|_)mm(?:_|$)|linear|conv|(?:^|_)dot|attention|softmax|blas|sparse$|onednn|^mkldnn_(?!view)"
+)
 """Words in the names of parts that no operator is called by."""
 
 
