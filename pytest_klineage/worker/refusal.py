@@ -12,7 +12,7 @@ import functools
 import warnings
 from typing import Any
 
-from pytest_klineage.worker.traps import places, set_traps
+from pytest_klineage.worker.traps import Operators, places, set_traps
 
 GLUE = frozenset(
     [
@@ -101,6 +101,8 @@ GLUE = frozenset(
         "resolve_neg",
         "equal",
         "copy",
+        # Says which of several implementations will be called.
+        "_fused_sdp_choice",
         # By which inputs are unmasked on a GPU.
         "bitwise_xor",
         "bitwise_xor_",
@@ -112,7 +114,11 @@ KEYS = (
     "CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA",
 )  # fmt: skip
 """Where the dispatcher keeps implementations for CPUs and GPUs: by the layout of the tensors."""
-DIRECT = frozenset(["_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback"])
+DIRECT = frozenset([
+    "_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback", "fbgemm_linear_fp16_weight",
+    "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight", "fbgemm_linear_int8_weight_fp32_activation",
+    "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix", "fbgemm_linear_quantize_weight",
+])  # fmt: skip
 """Operators that are declared as composed of others and yet compute themselves."""
 
 
@@ -141,23 +147,27 @@ def refuse_compute() -> None:
                 # One that somebody else has replaced from Python already calls operators that are refused.
                 with contextlib.suppress(RuntimeError):
                     libraries[namespace].impl(rest, refuser(name), key)
-    set_traps(*names)
+    set_traps(names)
     # The registrations end with the library objects; they must live as long as the process.
     setattr(torch, "_klineage_refusal", libraries)  # noqa: B010  # mypy knows no such attribute
 
 
 @functools.cache
-def trapped_names() -> tuple[frozenset[str], frozenset[str]]:
-    """Plain names of the operators that compute, and of those that do not, as they are before any is replaced.
-
-    One that is composed of others does not: it calls those, which raise, and a caller may say why.
-    """
+def trapped_names() -> Operators:
+    """The operators as they are before any is replaced. One that is made of others calls those, which say why not."""
     import torch
 
     names = set(torch._C._dispatch_get_all_op_names())
-    computing = {plain_name(name) for name in names if any(has_kernel(name, key) for key in KEYS)}
-    composed = {plain_name(name) for name in names} - computing - DIRECT
-    return frozenset(computing - GLUE), frozenset(name.rstrip("_") for name in GLUE) | GLUE | composed
+
+    def having(*keys: str) -> set[str]:
+        return {plain_name(name) for name in names if any(has_kernel(name, key) for key in keys)}
+
+    made = having("CompositeImplicitAutograd") - having("CPU") - DIRECT
+    harmless = frozenset(name.rstrip("_") for name in GLUE) | GLUE | made
+    # Of any operator there is an overload with a destination that only copies.
+    names = {name for name in names if not name.endswith("out")}
+    composed = having("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return Operators(frozenset(having(*KEYS) | DIRECT) - harmless, frozenset(composed), harmless)
 
 
 def plain_name(name: str) -> str:
@@ -167,7 +177,7 @@ def plain_name(name: str) -> str:
 
 def prepare() -> None:
     """Find what will be trapped before workers are forked, each of which would look for itself."""
-    places(*trapped_names())
+    places(trapped_names())
 
 
 def has_kernel(name: str, key: str) -> bool:

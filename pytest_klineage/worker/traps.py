@@ -31,10 +31,22 @@ BLAS = re.compile(
 KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
 """Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
 SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
+BACKEND = re.compile(r"^structured_|_(?:cpu|sparse|mkldnn|quantized|nested|kernel)|mkldnn|onednn")
+"""Marks of a function for one kind of tensors, which is no wrapper around the dispatcher."""
 WORKS = re.compile(
     r"gem[mv]|matmul|bmm|(?:^|_)mm(?:_|$)|linear|conv|(?:^|_)dot|attention|softmax|blas|sparse$|onednn|^mkldnn_(?!view)"
 )
 """Words in the names of parts that no operator is called by."""
+
+
+class Operators(NamedTuple):
+    """Plain names of the framework's operators, by what the functions of their names do."""
+
+    computing: frozenset[str]
+    composed: frozenset[str]
+    """Those among them of which some overload is made of others: what bears the plain name may be that."""
+    harmless: frozenset[str]
+    """Those that move bytes, or are made of others throughout: these go through the dispatcher, and raise there."""
 
 
 class Library(NamedTuple):
@@ -78,49 +90,50 @@ def functions(path: str) -> Iterator[tuple[str, int]]:
                         yield names[first : names.index(b"\0", first)].decode(errors="replace"), value
 
 
-def computes(name: str, operators: frozenset[str], harmless: frozenset[str]) -> bool:
+def computes(name: str, operators: Operators) -> bool:
     """Whether a function computes for an operator that is not among the harmless ones."""
     if found := SHIM.fullmatch(name):
-        return operator_of(found[1], operators, harmless) not in harmless
+        return operator_of(found[1], operators) not in operators.harmless
     found = KERNELS.match(name)
     if found is None:
         return not name.startswith("_Z") and bool(BLAS.search(name))
     word = found[3][: int(found[2])]
-    known = operator_of(word, operators, harmless)
-    if known in harmless:
+    known = operator_of(word, operators)
+    if known in operators.harmless or (found[1] != "3cpu" and known in operators.composed and not BACKEND.search(word)):
         return False
     return found[1] == "3cpu" or bool(known) or bool(WORKS.search(word))
 
 
-def operator_of(word: str, operators: frozenset[str], harmless: frozenset[str]) -> str:
+def operator_of(word: str, operators: Operators) -> str:
     """The longest beginning of a function's name that is an operator's: add of add_sparse_out; empty for none."""
     for prefix in ("structured_", "foreach_tensor_", "math_"):
         word = word.removeprefix(prefix)
     parts = word.split("_")
     for count in range(len(parts), 0, -1):
-        if (start := "_".join(parts[:count])) in operators or start in harmless:
+        start = "_".join(parts[:count])
+        if any(start in names for names in operators):
             return start
     return ""
 
 
 @functools.lru_cache(maxsize=4)
-def places(operators: frozenset[str], harmless: frozenset[str]) -> dict[Library, tuple[int, ...]]:
+def places(operators: Operators) -> dict[Library, tuple[int, ...]]:
     """By library, the addresses to trap. A third of a second the first time: a template asks before it forks."""
     found = {}
     for library in loaded_libraries():
-        chosen = {value for name, value in functions(library.path) if computes(name, operators, harmless)}
+        chosen = {value for name, value in functions(library.path) if computes(name, operators)}
         inside = (library.start + value for value in chosen)
         found[library] = tuple(a for a in inside if any(low <= a < high for low, high in library.code))
     return found
 
 
-def set_traps(operators: frozenset[str], harmless: frozenset[str]) -> int:
+def set_traps(operators: Operators) -> int:
     """Overwrite the beginnings of all functions that compute. Returns how many; 0 on an unknown machine."""
     trap = TRAPS.get(platform.machine())
     if trap is None:
         return 0
     written = 0
-    for library, addresses in places(operators, harmless).items():
+    for library, addresses in places(operators).items():
         with_write_access(library, functools.partial(overwrite, addresses, trap))
         written += len(addresses)
     return written

@@ -412,7 +412,9 @@ class TestNovelClock:
         own = [1.0 + 0.01 * (index % 7) for index in range(pairs)]
         return Samples(
             reference=own[:], candidate=own[:], reference_wall=[ms + 0.1 for ms in own],
-            candidate_wall=[ms + 0.1 + (hidden_ms if new or everywhere else 0) for ms, new in zip(own, novel, strict=True)],
+            candidate_wall=[
+                ms + 0.1 + (hidden_ms if new or everywhere else 0) for ms, new in zip(own, novel, strict=True)
+            ],
             novel=novel,
         )  # fmt: skip
 

@@ -229,7 +229,8 @@ def test_the_constants_and_numbers_are_those_of_the_systems_headers(tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "arguments", "allowed"),
     [
-        ("fcntl", (3, 1), True), ("fcntl", (3, 4, 0x800), True), ("fcntl", (3, 1030), True), ("ioctl", (0, 0x5401), True),
+        ("fcntl", (3, 1), True), ("fcntl", (3, 4, 0x800), True), ("fcntl", (3, 1030), True),
+        ("ioctl", (0, 0x5401), True),
         ("fcntl", (3, 10, 18), False), ("fcntl", (3, 8, OWN_PID), False), ("fcntl", (3, 15), False),
         ("fcntl", (3, 1024), False), ("fcntl", (3, 1026), False), ("fcntl", (3, 4, 0x2800), False),
         ("ioctl", (0, 0x5452), False), ("ioctl", (0, 0x8901), False), ("ioctl", (0, 0x8902), False),

@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
-from pytest_klineage.worker.traps import computes, operator_of
+from pytest_klineage.worker.traps import Operators, computes, operator_of
 
-OPERATORS = frozenset({"mm", "add", "addmm", "topk", "_softmax", "copysign", "linalg_qr"})
-HARMLESS = frozenset({"copy", "copy_", "empty", "view", "matmul", "to", "fill"})
+OPERATORS = Operators(
+    computing=frozenset({"mm", "add", "addmm", "topk", "_softmax", "copysign", "linalg_qr", "sum"}),
+    composed=frozenset({"sum", "matmul"}),
+    harmless=frozenset({"copy", "copy_", "empty", "view", "matmul", "to", "fill"}),
+)
 
 
 @pytest.mark.parametrize(
@@ -21,24 +24,26 @@ HARMLESS = frozenset({"copy", "copy_", "empty", "view", "matmul", "to", "fill"})
         "_ZN2at3cpu6mm_outERNS_6TensorERKS1_S4_", "_ZN2at6native21structured_mm_out_cpu4implERKNS_6TensorES4_S4_",
         "_ZN2at6native10add_sparseERKNS_6TensorES3_", "_ZN2at6native13mkldnn_matmulERKNS_6TensorES3_S3_ff",
         "_ZN2at6native7cpublas4gemmENS0_13TransposeTypeES2_lllffPKflS4_lfPfl", "_ZN2at6native9linalg_qrERKNS_6TensorE",
-        "_ZN2at3cpu13something_newERKNS_6TensorE", "aoti_torch_cpu_mm_out", "aoti_torch_cpu__softmax_out",
+        "_ZN2at3cpu13something_newERKNS_6TensorE", "aoti_torch_cpu_mm_out",
+        "_ZN2at6native18structured_sum_out4implERKNS_6TensorE", "aoti_torch_cpu__softmax_out",
     ],
 )  # fmt: skip
 def test_what_computes_is_known_by_its_name(name: str) -> None:
-    assert computes(name, OPERATORS, HARMLESS)
+    assert computes(name, OPERATORS)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "malloc", "omp_get_max_threads", "aoti_torch_cpu_copy_", "aoti_torch_empty_strided", "cblas_errprn", "PyInit__C",
+        "malloc", "omp_get_max_threads", "aoti_torch_cpu_copy_", "aoti_torch_empty_strided", "cblas_errprn",
         "_ZN2at3cpu5copy_ERNS_6TensorERKS1_b", "_ZN2at6native5copy_ERNS_6TensorERKS1_b", "_ZN3c106Device4typeEv",
-        "_ZN2at6native6matmulERKNS_6TensorES3_", "_ZN2at6native12empty_sparseEv", "_ZN2at4_ops2mm4callERKNS_6TensorES4_",
-        "_ZN2at6native13resize_outputERKNS_6TensorE", "sigemptyset", "scaldtb",
+        "_ZN2at6native6matmulERKNS_6TensorES3_", "_ZN2at6native12empty_sparseEv", "PyInit__C",
+        "_ZN2at4_ops2mm4callERKNS_6TensorES4_",
+        "_ZN2at6native13resize_outputERKNS_6TensorE", "_ZN2at6native3sumERKNS_6TensorE", "sigemptyset", "scaldtb",
     ],
 )  # fmt: skip
 def test_what_moves_bytes_or_goes_through_the_dispatcher_is_left_alone(name: str) -> None:
-    assert not computes(name, OPERATORS, HARMLESS)
+    assert not computes(name, OPERATORS)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def test_what_moves_bytes_or_goes_through_the_dispatcher_is_left_alone(name: str
      ("to_sparse", "to"), ("foreach_tensor_add_list_kernel_slow", "add")],
 )  # fmt: skip
 def test_a_name_begins_with_its_operator(word: str, operator: str) -> None:
-    assert operator_of(word, OPERATORS, HARMLESS) == operator
+    assert operator_of(word, OPERATORS) == operator
 
 
 SCRIPT = """
