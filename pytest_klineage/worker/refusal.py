@@ -116,8 +116,9 @@ KEYS = (
 """Where the dispatcher keeps implementations for CPUs and GPUs: by the layout of the tensors."""
 DIRECT = frozenset([
     "_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback", "fbgemm_linear_fp16_weight",
-    "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight", "fbgemm_linear_int8_weight_fp32_activation",
-    "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix", "fbgemm_linear_quantize_weight",
+    "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
+    "fbgemm_linear_int8_weight_fp32_activation", "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix",
+    "fbgemm_linear_quantize_weight",
 ])  # fmt: skip
 """Operators that are declared as composed of others and yet compute themselves."""
 
