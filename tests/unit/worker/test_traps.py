@@ -58,7 +58,7 @@ def test_a_name_begins_with_its_operator(word: str, operator: str) -> None:
 SCRIPT = """
 import ctypes, sys
 import torch
-from pytest_klineage.worker.refusal import refuse_compute
+from pytest_klineage.worker.sandbox.refusal import refuse_compute
 graph = torch._C.parse_ir("graph(%a : Tensor, %b : Tensor):\\n  %c : Tensor = aten::mm(%a, %b)\\n  return (%c)")
 static = torch._C._jit_to_static_module(graph)
 a = torch.ones(8, 8, dtype=torch.bfloat16)
