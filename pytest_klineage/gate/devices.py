@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_klineage.gate.locks import machine_lock as machine_lock  # callers know it by this place
@@ -14,6 +15,11 @@ from pytest_klineage.records import Machine, platform_name
 
 DEFAULT_CACHE_BYTES = 32 << 20
 """Assumed size of the last-level cache where the system does not say."""
+DEFAULT_L2_BYTES = 2 << 20
+"""The same of a core's L2."""
+FLUSH_BYTES = 64 << 20
+"""What is written between two calls at least, where twice the last-level cache is more."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 PEAK_FLOPS_PER_CORE = 64 * 6.0e9
 """Fused multiply-adds of two 512-bit units at 6 GHz: no CPU core of today is faster in fp32."""
 PEAK_BYTES_PER_CORE = 1.0e12
@@ -41,13 +47,32 @@ def usable_cores() -> int:
 @functools.lru_cache
 def last_level_cache_bytes() -> int:
     """Size of the largest cache that sysfs names for CPU 0."""
-    sizes = [DEFAULT_CACHE_BYTES // 4]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    return max(cache_sizes().values(), default=DEFAULT_CACHE_BYTES)
+
+
+def cache_sizes(folder: Path = CACHES) -> dict[int, int]:
+    """Bytes of the data caches of CPU 0 by level, the last level at least a quarter of the default."""
+    sizes: dict[int, int] = {}
+    for index in folder.glob("index*"):
         with contextlib.suppress(OSError, ValueError):
-            text = path.read_text().strip()
+            level, text = int((index / "level").read_text()), (index / "size").read_text().strip()
             unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-            sizes.append(int(text.rstrip("KM")) * unit)
-    return max(sizes) if len(sizes) > 1 else DEFAULT_CACHE_BYTES
+            sizes[level] = max(sizes.get(level, 0), int(text.rstrip("KM")) * unit)
+    if sizes:
+        sizes[max(sizes)] = max(sizes[max(sizes)], DEFAULT_CACHE_BYTES // 4)
+    return sizes
+
+
+def flush_size(operand_bytes: int, sizes: Mapping[int, int]) -> int:
+    """Bytes to write so that nothing of a call's operands is left in caches of these `sizes` by level.
+
+    Twice the last level always does. A virtual machine may name the whole host's hundreds of MiB, of which it gets a
+    few; writing them takes so long that the threads of what is timed have gone to sleep. What a call can have left in
+    a cache is no more than it touches, so FLUSH_BYTES do where the operands are smaller, and four times the L2 and
+    twice the operands where they are not.
+    """
+    last = max(sizes.values(), default=DEFAULT_CACHE_BYTES)
+    return min(2 * last, max(FLUSH_BYTES, 4 * sizes.get(2, DEFAULT_L2_BYTES) + 2 * operand_bytes))
 
 
 def processor_name() -> str:

@@ -31,6 +31,8 @@ class Gate:
         for policy in (self.settings.policy, *self.settings.also_policies):
             if canonical == "cpu" and POLICIES[policy].mode == "graph":
                 raise UsageError(f"the timing policy {policy} needs a GPU; a CPU has paired, paper and do_bench")
+        if canonical != "cpu" and self.settings.flush_bytes == 0:
+            raise UsageError("a GPU's L2 is always flushed between two calls; --klineage-flush=0 is for a CPU")
         self.platform = canonical
         self._bench = Bench(canonical, self.settings, progress)
 

@@ -13,14 +13,16 @@ from pytest_klineage.gate.devices import (
     PEAK_BYTES_PER_CORE,
     PEAK_FLOPS_PER_CORE,
     LoadMeter,
+    cache_sizes,
     describe_cpu,
-    last_level_cache_bytes,
+    flush_size,
 )
 from pytest_klineage.gate.findings import Peaks, busy_reason
 from pytest_klineage.gate.gpus import choose_gpu, describe_gpu
 from pytest_klineage.gate.meters import GpuMeter
 from pytest_klineage.gate.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
 from pytest_klineage.gate.nvml import open_nvml
+from pytest_klineage.gate.threads import Binding, binding_here
 from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
 
 GPU_FLUSH_BYTES = 256 << 20
@@ -122,8 +124,10 @@ class Place(ABC):
     """Name of its machine-wide lock."""
     environment: dict[str, str]
     """Variables for the processes that work there."""
-    flush_bytes: int
-    """Bytes to write between two calls, so that each starts from memory."""
+
+    @abstractmethod
+    def flush_bytes(self, operand_bytes: int) -> int:
+        """Bytes to write between two calls on so many bytes of operands, so that each starts from memory."""
 
     @abstractmethod
     def machine(self, software: dict[str, str], threads: int) -> Machine:
@@ -141,6 +145,10 @@ class Place(ABC):
     def watch(self) -> Watch:
         """Begin to look at the place."""
 
+    def binding(self, threads: int) -> Binding:
+        """Where OpenMP's threads are bound: nowhere, unless it is the CPU that is timed."""
+        return Binding()
+
     def memory(self) -> DeviceMemory | None:
         """The GPU's memory; None where there is no GPU, or nobody says."""
         return None
@@ -153,7 +161,9 @@ class CpuPlace(Place):
 
     def __init__(self) -> None:
         self.environment = {}
-        self.flush_bytes = 2 * last_level_cache_bytes()
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        return flush_size(operand_bytes, cache_sizes())
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         return describe_cpu(software, {"threads": str(threads)})
@@ -167,6 +177,9 @@ class CpuPlace(Place):
     def watch(self) -> Watch:
         return CpuWatch()
 
+    def binding(self, threads: int) -> Binding:
+        return binding_here(threads)
+
 
 class GpuPlace(Place):
     """One GPU. Raises NoGpu, which says what is amiss, when there is none for the platform."""
@@ -177,7 +190,10 @@ class GpuPlace(Place):
         self.gpu = choose_gpu(platform)
         self.lock = self.gpu.uuid
         self.environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid}
-        self.flush_bytes = GPU_FLUSH_BYTES
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        """The same for all: an L2 is hardly larger than the operands of most cases."""
+        return GPU_FLUSH_BYTES
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         return describe_gpu(self.gpu, software, {"threads": str(threads)})
@@ -208,7 +224,10 @@ class NoPlace(Place):
     device, lock = "cpu", "build"
 
     def __init__(self, platform: str) -> None:
-        self.platform, self.environment, self.flush_bytes = platform, {}, 0
+        self.platform, self.environment = platform, {}
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        return 0
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         """This machine's CPU under the name of the platform that it builds for."""

@@ -72,7 +72,7 @@ class TimedStage:
 
         policy = POLICIES[name]
         return policy.measure(
-            lambda order, reps: self._sample(order, reps, policy.mode),
+            lambda order, reps, flush=True: self._sample(order, reps, policy.mode, flush),
             findings.charged if "two_clocks" in self.judgement.settings.defences else lambda samples: samples,
             precision=self.judgement.settings.precision,
             confidence=self.judgement.settings.confidence,
@@ -83,10 +83,11 @@ class TimedStage:
             ) if isinstance(policy, Paired) else None,
         )  # fmt: skip
 
-    def _sample(self, order: tuple[str, ...], reps: int, mode: str) -> Samples:
+    def _sample(self, order: tuple[str, ...], reps: int, mode: str, flush: bool) -> Samples:
         deadline = self.judgement.settings.run_timeout_s
         request = TimeRequest(
-            order=order, reps=reps, deadline_s=deadline, defences=self.judgement.settings.defences, mode=mode
+            order=order, reps=reps, deadline_s=deadline, defences=self.judgement.settings.defences, mode=mode,
+            flush=flush,
         )  # fmt: skip
         answer = self.judgement.processes.ask_oracle(request, Timed, deadline * len(order) * reps + CALL_SLACK_S)
         if isinstance(answer, Problem):
@@ -133,6 +134,7 @@ class TimedStage:
         clocks = findings.clocks_of(outcome.samples)
         charge = "two_clocks" in self.judgement.settings.defences
         samples = findings.charged(outcome.samples) if charge else outcome.samples
+        on_cpu = self.judgement.bench.place.device == "cpu"
         return Timing(
             policy=name,
             reference_ms=median(samples.reference),
@@ -141,13 +143,15 @@ class TimedStage:
             reference_samples_ms=tuple(samples.reference),
             candidate_samples_ms=tuple(samples.candidate),
             warmup=outcome.warmup,
-            flush_bytes=self.judgement.bench.flush_bytes,
+            flush_bytes=self.judgement.flush_bytes,
             statistic=outcome.statistic,
             wall_gap_ms=median(clocks.candidate_gaps),
             reference_wall_gap_ms=median(clocks.reference_gaps),
             reference_charges_ms=findings.charges(outcome.samples.reference, samples.reference),
             candidate_charges_ms=findings.charges(outcome.samples.candidate, samples.candidate),
             foreign_load=seen.foreign_load,
+            threads=self.judgement.bench.threads if on_cpu else 0,
+            binding=self.judgement.bench.binding.name if on_cpu else "",
             gpu=seen.readings,
             starts=tuple(outcome.samples.starts),
             calls_per_sample=outcome.samples.calls_per_sample,

@@ -6,6 +6,7 @@ Nothing here imports the gate: whether a platform, policy or method exists is ch
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,14 @@ def number(kind: type[int] | type[float], least: float, *, above: bool = False, 
         return value
 
     return parse
+
+
+def size(text: str) -> int:
+    """A parser that takes bytes, with a binary suffix or none: 64M, 1G, 0."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.I)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64M, 1G or 0")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]
 
 
 def word(text: str) -> str:
@@ -155,6 +164,11 @@ OPTIONS = (
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option(
+        "flush", "SIZE", size,
+        "Bytes to write between two timed calls, such as 64M, so that each starts from memory; on a CPU 0 for warm"
+        " caches (default: what the case can have in the caches; on a GPU 256M)",
+    ),
     Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
@@ -216,6 +230,7 @@ GATE_KEYS = {
     "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",
+    "flush": "flush_bytes",
     "cache-dir": "cache_dir",
     "build-timeout": "build_timeout_s",
     "load-timeout": "load_timeout_s",

@@ -234,6 +234,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     candidate_charges_ms: tuple[float, ...] = ()
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""
+    threads: int = 0
+    """CPU threads of both sides; 0 on a GPU, and in records before they were kept."""
+    binding: str = ""
+    """Where OpenMP's threads of both sides were bound: "by core", "by thread" or "none"; empty as `threads` is 0."""
     starts: tuple[int, ...] = (0,)
     """Samples at which both sides were started in new processes; the interval is over starts and their samples."""
     calls_per_sample: int = 1

@@ -165,6 +165,20 @@ def reference_differences(old: dict[str, str], new: dict[str, str]) -> list[str]
     return [f"{name} {old[name]} then, {new[name]} now" for name in shared if old[name] != new[name]]
 
 
+def setup_differences(old: Timing, new: Timing) -> list[str]:
+    """What two timings were taken under and differs: the flush, and on a CPU threads and where they were bound."""
+    pairs = (
+        ("flush", _mebibytes(old.flush_bytes), _mebibytes(new.flush_bytes)),
+        ("threads", str(old.threads or "not recorded"), str(new.threads or "not recorded")),
+        ("binding", old.binding or "not recorded", new.binding or "not recorded"),
+    )
+    return [f"{name} {then} then, {now} now" for name, then, now in pairs if then != now]
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB"
+
+
 def _judged(
     pin: Pin, verdict: Verdict, against: str, margin: float, confidence: float
 ) -> tuple[Outcome, str, str, Interval | None]:
@@ -185,6 +199,9 @@ def _judged(
         more = len(differences) - SHOWN_DIFFERENCES
         message = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
         return Outcome.OTHER_REFERENCE, message, again, None
+    if differences := setup_differences(pin.timing, verdict.timing):
+        message = f"it was timed otherwise: {'; '.join(differences)}"
+        return Outcome.OTHER_SETUP, message, again, None
     if pin.timing.policy != verdict.timing.policy:
         message = f"it was pinned with the timing policy {pin.timing.policy}; this is {verdict.timing.policy}"
         return Outcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None

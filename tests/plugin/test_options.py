@@ -27,6 +27,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "seed": ("monday", "monday"),
     "seeds": ("7", 7),
     "threads": ("1", 1),
+    "flush": ("48MiB", 48 << 20),
     "cache-dir": ("some/cache", "some/cache"),
     "results": ("some/results", "some/results"),
     "run": ("trial", "trial"),
@@ -63,6 +64,7 @@ BAD = {
     "precision": ("0", "0 must be above 0 and below 1"),
     "seeds": ("2.5", "'2.5' is not a whole number"),
     "threads": ("-1", "-1 must be at least 0"),
+    "flush": ("64 x", "'64 x' is not a size such as 64M, 1G or 0"),
     "time-limit": ("soon", "'soon' is not a number"),
     "run": ("", "must not be empty"),
 }

@@ -160,3 +160,31 @@ def test_a_process_that_is_gone_has_used_nothing() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert devices.family_ticks(child.pid) == 0
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("operands", "l2", "last", "flush"),
+    [
+        (1 * MIB, 1 * MIB, 16 * MIB, 32 * MIB),
+        (1 * MIB, 2 * MIB, 480 * MIB, 64 * MIB),
+        (100 * MIB, 2 * MIB, 480 * MIB, 208 * MIB),
+        (600 * MIB, 2 * MIB, 480 * MIB, 960 * MIB),
+    ],
+    ids=["small-cache", "a-whole-hosts-cache", "large-operands", "larger-than-the-cache"],
+)
+def test_what_is_flushed_is_what_a_case_can_have_in_the_caches(operands: int, l2: int, last: int, flush: int) -> None:
+    assert devices.flush_size(operands, {1: 32 << 10, 2: l2, 3: last}) == flush
+
+
+def test_sizes_of_caches_are_read_by_level(tmp_path: Path) -> None:
+    for index, (level, size) in enumerate([(1, "48K"), (1, "32K"), (2, "2048K"), (3, "480M")]):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "level").write_text(f"{level}\n")
+        (folder / "size").write_text(f"{size}\n")
+    assert devices.cache_sizes(tmp_path) == {1: 48 << 10, 2: 2 * MIB, 3: 480 * MIB}
+    assert devices.cache_sizes(tmp_path / "none") == {}
+    assert devices.flush_size(1, {}) == 2 * devices.DEFAULT_CACHE_BYTES

@@ -13,7 +13,7 @@ import pytest
 from pytest_klineage import surfaces
 from pytest_klineage.errors import HarnessError, UnknownName, UsageError, WorkerDied
 from pytest_klineage.gate import DEFENCES, Gate, Progress
-from pytest_klineage.gate.devices import last_level_cache_bytes
+from pytest_klineage.gate.devices import cache_sizes, flush_size
 from pytest_klineage.gate.policy import LEAST_PAIRS
 from pytest_klineage.records import Code, KernelCase, KernelSource, LibraryPolicy, Status, Surface, Verdict
 from pytest_klineage.surfaces.cpp import CppBackend
@@ -64,7 +64,7 @@ class TestAccepted:
         assert min(*timing.reference_samples_ms, *timing.candidate_samples_ms) > 0
         assert timing.policy == "paired"
         assert timing.stopped in ("precise", "time limit")
-        assert timing.flush_bytes >= 2 * last_level_cache_bytes()
+        assert timing.flush_bytes == flush_size(3 * 64 * 64 * 4, cache_sizes())
         assert timing.speedup.low <= timing.speedup.estimate <= timing.speedup.high
 
     def test_machine_versions_and_reference_are_named(self, right: Verdict) -> None:
