@@ -11,11 +11,12 @@ import msgspec
 
 from pytest_klineage.gate.devices import (
     PEAK_BYTES_PER_CORE,
-    PEAK_FLOPS_PER_CORE,
     LoadMeter,
     cache_sizes,
     describe_cpu,
+    flags_here,
     flush_size,
+    peak_flops_per_core,
 )
 from pytest_klineage.gate.findings import Peaks, busy_reason
 from pytest_klineage.gate.gpus import choose_gpu, describe_gpu
@@ -138,8 +139,8 @@ class Place(ABC):
         """Which template a worker is forked from."""
 
     @abstractmethod
-    def peaks(self, threads: int) -> Peaks:
-        """What no such machine exceeds."""
+    def peaks(self, threads: int, dtype: str) -> Peaks:
+        """What no such machine exceeds on numbers of a type."""
 
     @abstractmethod
     def watch(self) -> Watch:
@@ -171,8 +172,10 @@ class CpuPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "torch" if needs_torch else "none"
 
-    def peaks(self, threads: int) -> Peaks:
-        return Peaks(flops=PEAK_FLOPS_PER_CORE * threads, bytes=PEAK_BYTES_PER_CORE * threads)
+    def peaks(self, threads: int, dtype: str) -> Peaks:
+        return Peaks(
+            flops=peak_flops_per_core(flags_here(), dtype) * threads, bytes=PEAK_BYTES_PER_CORE * threads
+        )  # fmt: skip
 
     def watch(self) -> Watch:
         return CpuWatch()
@@ -202,7 +205,7 @@ class GpuPlace(Place):
         """Always with torch: its profiler names the kernels that the device executes."""
         return "torch"
 
-    def peaks(self, threads: int) -> Peaks:
+    def peaks(self, threads: int, dtype: str) -> Peaks:
         return GPU_PEAKS
 
     def watch(self) -> Watch:
@@ -236,7 +239,7 @@ class NoPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "none"
 
-    def peaks(self, threads: int) -> Peaks:
+    def peaks(self, threads: int, dtype: str) -> Peaks:
         return GPU_PEAKS
 
     def watch(self) -> Watch:

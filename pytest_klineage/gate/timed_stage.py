@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.gate import attribution, findings
+from pytest_klineage.gate import attribution, findings, stability
 from pytest_klineage.gate.locks import machine_lock
 from pytest_klineage.gate.places import Surroundings, Watch
 from pytest_klineage.gate.policy import POLICIES, Outcome, Paired, Samples
@@ -47,11 +49,20 @@ class TimedStage:
             self._distrust(name, outcome, opened)
             if decisive is None:
                 self.judgement.notes += seen.notes()
-                reason = findings.timing_reason(self.judgement.case, outcome, self.judgement.settings.margin)
-                decisive = seen.judge(reason, self.judgement.settings.busy_limit)
+                decisive = seen.judge(self._timing_reason(outcome), self.judgement.settings.busy_limit)
         if decisive is None:
             raise HarnessError("no timing policy ran")
         return decisive
+
+    def _timing_reason(self, outcome: Outcome) -> Reason:
+        """What the interval says, and whether the times allow it."""
+        case, limit = self.judgement.case, self.judgement.settings.spread_limit
+        outcome = msgspec.structs.replace(outcome, samples=self._corrected(outcome.samples))
+        reason = findings.timing_reason(case, outcome, self.judgement.settings.margin)
+        return stability.steady_reason(reason, outcome.samples, at_least=case.at_least, limit=limit)
+
+    def _corrected(self, samples: Samples) -> Samples:
+        return findings.charged(samples) if "two_clocks" in self.judgement.settings.defences else samples
 
     def _measure(self, name: str) -> Outcome:
         started = time.monotonic()
@@ -73,7 +84,7 @@ class TimedStage:
         policy = POLICIES[name]
         return policy.measure(
             lambda order, reps, flush=True: self._sample(order, reps, policy.mode, flush),
-            findings.charged if "two_clocks" in self.judgement.settings.defences else lambda samples: samples,
+            self._corrected,
             precision=self.judgement.settings.precision,
             confidence=self.judgement.settings.confidence,
             out_of_time=lambda: time.monotonic() - started - renewing_s > self.judgement.settings.time_limit_s,
@@ -120,20 +131,19 @@ class TimedStage:
         if "two_clocks" in self.judgement.settings.defences:
             reasons.append(findings.clock_reason(outcome.samples))
         if "floor" in self.judgement.settings.defences:
-            reasons.append(
-                findings.floor_reason(
-                    opened,
-                    median(outcome.samples.candidate),
-                    self.judgement.bench.place.peaks(self.judgement.bench.threads),
-                )
-            )
+            reasons.append(self._floor_reason(outcome.samples, opened))
         if found := [reason for reason in reasons if reason is not None]:
             raise Rejected(*found)
 
+    def _floor_reason(self, samples: Samples, opened: Opened) -> Reason | None:
+        judgement = self.judgement
+        peaks = judgement.bench.place.peaks(judgement.bench.threads, judgement.case.dtype)
+        trusted_ms = median(samples.reference) if judgement.reference_source is None else None
+        return findings.floor_reason(opened, median(samples.candidate), peaks, trusted_ms)
+
     def _timing(self, name: str, outcome: Outcome, seconds: float, seen: Surroundings) -> Timing:
         clocks = findings.clocks_of(outcome.samples)
-        charge = "two_clocks" in self.judgement.settings.defences
-        samples = findings.charged(outcome.samples) if charge else outcome.samples
+        samples = self._corrected(outcome.samples)
         on_cpu = self.judgement.bench.place.device == "cpu"
         return Timing(
             policy=name,

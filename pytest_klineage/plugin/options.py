@@ -159,6 +159,10 @@ OPTIONS = (
         "on a GPU 1 allows other processes on it",
     ),
     Option(
+        "spread-limit", "X", number(float, 1, above=True),
+        "Factor between the quartiles of a side's times above which a verdict is inconclusive (default: 2)",
+    ),
+    Option(
         "seed", "TEXT", word,
         "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
@@ -227,6 +231,7 @@ GATE_KEYS = {
     "confidence": "confidence",
     "time-limit": "time_limit_s",
     "busy-limit": "busy_limit",
+    "spread-limit": "spread_limit",
     "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
+from pytest_klineage.records import Interval, Status, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
 from pytest_klineage.records.facts import MEASURED
+from pytest_klineage.records.verdict import DISTURBED
 
 MARGIN = 0.03
 """Change of speed that counts, where the user gives none."""
@@ -139,7 +140,7 @@ def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: floa
         message = f"the base's kernel could not be compared with: {reason.code.value}: {_line(reason.message)}"
         return _with(said, Outcome.BASE_FAILED, message, "build the base's kernel with the flags of the head", None)
     change = paired.timing.speedup
-    outcome = Outcome.UNCLEAR if paired.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    outcome = Outcome.UNCLEAR if paired.code in DISTURBED else classify(change, margin)
     return _with(said, outcome, _figures(outcome, change, "base", margin), _advice(outcome, ""), change)
 
 
@@ -206,7 +207,7 @@ def _judged(
         message = f"it was pinned with the timing policy {pin.timing.policy}; this is {verdict.timing.policy}"
         return Outcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
     change = change_interval(pin.timing, verdict.timing, confidence=confidence)
-    outcome = Outcome.UNCLEAR if verdict.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    outcome = Outcome.UNCLEAR if verdict.code in DISTURBED else classify(change, margin)
     return outcome, _figures(outcome, change, f"baseline {against!r}", margin), _advice(outcome, against), change
 
 
@@ -218,7 +219,7 @@ def _figures(outcome: Outcome, change: Interval, whom: str, margin: float) -> st
     figure = f"{change_text(change)} of the speed of the {whom}"
     limits = f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
     if outcome is Outcome.UNCLEAR:
-        return f"{figure}: the interval reaches over {limits}, or the machine was busy"
+        return f"{figure}: the interval reaches over {limits}, or the timing was disturbed"
     where = {Outcome.SLOWER: "all of it below", Outcome.FASTER: "all of it above"}.get(outcome, "all of it within")
     return f"{figure}, {where} {limits}"
 

@@ -188,3 +188,39 @@ def test_sizes_of_caches_are_read_by_level(tmp_path: Path) -> None:
     assert devices.cache_sizes(tmp_path) == {1: 48 << 10, 2: 2 * MIB, 3: 480 * MIB}
     assert devices.cache_sizes(tmp_path / "none") == {}
     assert devices.flush_size(1, {}) == 2 * devices.DEFAULT_CACHE_BYTES
+
+
+SAPPHIRE_RAPIDS = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz
+flags\t\t: fpu vme de pse tsc msr pae mce cx8 apic sep mtrr pge mca cmov pat pse36 clflush mmx fxsr sse sse2 ss ht \
+syscall nx pdpe1gb rdtscp lm constant_tsc rep_good nopl xtopology nonstop_tsc cpuid tsc_known_freq pni pclmulqdq ssse3 \
+fma cx16 pcid sse4_1 sse4_2 x2apic movbe popcnt aes xsave avx f16c rdrand hypervisor lahf_lm abm 3dnowprefetch \
+invpcid_single ssbd ibrs ibpb stibp ibrs_enhanced fsgsbase tsc_adjust bmi1 hle avx2 smep bmi2 erms invpcid rtm avx512f \
+avx512dq rdseed adx smap avx512ifma clflushopt clwb avx512cd sha_ni avx512bw avx512vl xsaveopt xsavec xgetbv1 xsaves \
+avx_vnni avx512_bf16 arat avx512vbmi umip avx512_vbmi2 gfni vaes vpclmulqdq avx512_vnni avx512_bitalg \
+avx512_vpopcntdq rdpid cldemote movdiri movdir64b fsrm md_clear serialize tsxldtrk amx_bf16 avx512_fp16 amx_tile \
+amx_int8 arch_capabilities
+
+processor\t: 1
+flags\t\t: fpu
+"""
+
+
+def test_a_cpu_with_amx_has_the_peak_of_its_tiles() -> None:
+    flags = devices.cpu_flags(SAPPHIRE_RAPIDS)
+    assert {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"} <= flags
+    assert devices.peak_flops_per_core(flags, "bf16") == 1024 * devices.PEAK_HZ
+    assert devices.peak_flops_per_core(flags, "fp32") == 1024 * devices.PEAK_HZ, "three products of bf16 make one"
+    assert devices.peak_flops_per_core(flags, "int32") == 2048 * devices.PEAK_HZ
+
+
+def test_a_cpu_without_amx_has_that_of_its_vectors() -> None:
+    flags = devices.cpu_flags(SAPPHIRE_RAPIDS) - {"amx_tile", "amx_bf16", "amx_int8"}
+    assert devices.peak_flops_per_core(flags, "bf16") == 128 * devices.PEAK_HZ
+    assert devices.peak_flops_per_core(flags - {"avx512_bf16", "avx512_fp16"}, "bf16") == 64 * devices.PEAK_HZ
+    assert devices.peak_flops_per_core(devices.cpu_flags("no such line"), "fp32") == 64 * devices.PEAK_HZ
+
+
+def test_the_flags_of_this_machine_are_read() -> None:
+    assert devices.flags_here() == devices.cpu_flags(Path("/proc/cpuinfo").read_text())
