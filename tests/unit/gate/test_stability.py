@@ -123,16 +123,20 @@ def test_a_precise_interval_at_the_line_is_told_that_time_does_not_help() -> Non
     assert "--klineage-time-limit" in judged(0.8, 1.2).message
 
 
-SLEEPS = "static int number = 0; if (++number % 7 < 3) usleep(20000);"
+SLEEPS = "static int number = 0; if (++number % 7 < 3) usleep(60000); else usleep(6000);"
+STEADILY = "usleep(6000);"
+LIMIT = 5.0
+"""More than what another program on the machine does to a kernel of 6 ms, less than the factor between both sleeps."""
 
 
 def test_a_kernel_of_two_speeds_is_unstable(
     change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
 ) -> None:
-    change(spread_limit=20.0)
-    verdict = judge(cpp(before=SLEEPS))
+    change(spread_limit=LIMIT)
+    verdict = judge(cpp(before=SLEEPS), reference_source=cpp(before=STEADILY))
     assert verdict.code is Code.INCONCLUSIVE_UNSTABLE, verdict.reasons
     assert "the candidate's times are two populations" in verdict.reasons[0].message
+    assert verdict.reasons[0].evidence["unstable"] == "candidate"
     assert verdict.ok
     assert verdict.scored
 
@@ -140,8 +144,9 @@ def test_a_kernel_of_two_speeds_is_unstable(
 def test_its_twin_of_one_speed_is_accepted(
     change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
 ) -> None:
-    change(spread_limit=20.0)
-    verdict = judge(cpp(before="usleep(20000);"))
+    change(spread_limit=LIMIT)
+    source = cpp(before=STEADILY)
+    verdict = judge(source, reference_source=source)
     assert verdict.status is Status.ACCEPTED, verdict.reasons
 
 
@@ -149,5 +154,5 @@ def test_the_limit_on_the_spread_can_be_lifted(
     change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
 ) -> None:
     change(spread_limit=1e6)
-    verdict = judge(cpp(before=SLEEPS))
+    verdict = judge(cpp(before=SLEEPS), reference_source=cpp(before=STEADILY))
     assert verdict.status is Status.ACCEPTED, verdict.reasons
