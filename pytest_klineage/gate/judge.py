@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
+import msgspec
+
 from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
 from pytest_klineage.gate.devices import resolve_platform
 from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
@@ -59,11 +61,13 @@ class Gate:
         *,
         reference_source: KernelSource | None = None,
         platforms: tuple[str, ...] = (),
+        precision: float | None = None,
     ) -> Verdict:
         """Build, check and time one kernel; in the compile stage build it only, without its reference.
 
         `reference_source` stands in for the case's reference, for A/A and A/B. `platforms` are those that the kernel
-        was written for, when that are not all that its surface runs on.
+        was written for, when that are not all that its surface runs on. `precision` is a half-width at which sampling
+        stops for this kernel, where the settings allow a wider one.
 
         Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks,
         and what the case's reference does not take, makes the verdict "skipped".
@@ -91,6 +95,10 @@ class Gate:
                 return self._skipped(case, source, self._skip_reason(case, error))
         started = time.monotonic()
         judgement = Judgement(self._bench, case, source, reference_source)
+        if precision is not None:
+            judgement.settings = msgspec.structs.replace(
+                judgement.settings, precision=min(precision, judgement.settings.precision)
+            )  # fmt: skip
         try:
             reasons = judgement.run()
             judgement.close()

@@ -12,7 +12,7 @@ from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
 from pytest_klineage.plugin.base_checkout import BaseCheckout
 from pytest_klineage.records import KernelCase, KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, Outcome, placed
-from pytest_klineage.report.compare import compare_base, confirmed
+from pytest_klineage.report.compare import compare_base, confirmed, precision_for
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
@@ -58,7 +58,10 @@ class AgainstBase:
         title = f"{case.id} {source.label} against the base".rstrip()
 
         def judge() -> tuple[Verdict, Comparison]:
-            paired = self._session.judge(equal, source, reference_source=older, platforms=platforms, title=title)
+            paired = self._session.judge(
+                equal, source, reference_source=older, platforms=platforms, title=title,
+                precision=precision_for(self._margin),
+            )  # fmt: skip
             return paired, compare_base(item.nodeid, verdict, paired, margin=self._margin)
 
         _, first = judge()

@@ -144,6 +144,11 @@ def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: floa
     return _with(said, outcome, _figures(outcome, change, "base", margin), _advice(outcome, ""), change)
 
 
+def precision_for(margin: float) -> float:
+    """Half-width that a judgement against the base needs, so that a change of twice the margin is told from none."""
+    return margin / 2
+
+
 def missing(nodeid: str, verdict: Verdict, name: str, others: Sequence[Baseline], *, margin: float) -> Comparison:
     """What to say of a kernel when its device has no baseline of that name; `others` are those of other devices."""
     machine = verdict.machine
