@@ -101,6 +101,5 @@ def test_the_gate_agrees_with_a_plain_bound_loop(
     with Gate("cpu", GateSettings(cache_dir=default_cache_dir())) as gate:
         rows = [measured(operator, expert_source(operator), gate) for operator in OPERATORS]
     publish("bound_loop", report_of(rows), rows)
-    assert not [
-        f"{row.operator}: {row.apart:+.3f}" for row in rows if row.operator in MUST_AGREE and abs(row.apart) > APART
-    ]
+    held = [row for row in rows if row.operator in MUST_AGREE]
+    assert not [f"{row.operator}: {row.apart:+.3f}" for row in held if abs(row.apart) > APART]
