@@ -7,6 +7,8 @@ reads of the clock. Nothing is checked here.
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from pytest_klineage.surfaces.native import NativeKernel
 from pytest_klineage.worker.arena import SharedArena
 
 WARMUP = 5
+PROCESSORS = {int(number) for number in re.findall(r"\d+", os.environ.get("OMP_PLACES", "0"))}
+"""All that the threads are bound to; OpenMP has bound this one to its place when PyTorch was imported."""
 
 
 def filled(case: KernelCase) -> SharedArena:
@@ -35,12 +39,20 @@ def filled(case: KernelCase) -> SharedArena:
 
 
 def timed(call: Callable[[], object], flush: numpy.ndarray, calls: int) -> list[float]:
-    """Milliseconds of every call. The flush is by one thread, of another library than the calls'."""
+    """Milliseconds of every call.
+
+    The flush is by this thread on another processor, as the gate's is by another process: operands lie in memory then,
+    while the code that is called may still lie in its own processor's cache.
+    """
+    own = os.sched_getaffinity(0)
+    other = PROCESSORS - own or PROCESSORS
     for _ in range(WARMUP):
         call()
     found = []
     for _ in range(calls):
+        os.sched_setaffinity(0, other)
         flush += 1.0
+        os.sched_setaffinity(0, own)
         start = time.perf_counter_ns()
         call()
         found.append((time.perf_counter_ns() - start) / 1e6)

@@ -1,7 +1,7 @@
 """The gate's speedup beside that of a plain loop: threads bound, operands cold, no processes between, one side's turn.
 
 The loop runs in a process of its own: PyTorch's operator and the expert's shared library on tensors of the case, in
-turns, each call after writing as many bytes as the gate flushes.
+turns, each call after another processor has written as many bytes as the gate flushes.
 """
 
 from __future__ import annotations

@@ -43,11 +43,12 @@ def report_of(judged: list[Judged]) -> str:
         [
             f"# The PR gate by pair on a CPU: what it finds at a margin of {100 * MARGIN:g} %",
             "",
-            f"{where}, {days}. An expert kernel with a busy loop behind its work against the same kernel with a loop of "
-            f"0 ns, as `--klineage-base` judges, `--klineage-time-limit={TIME_LIMIT_S:g}`; a change that one judgement "
-            f"finds has to be confirmed by the next one of the same kernels. False alarms: {false.slower} slower, "
-            f"{false.changed - false.slower} faster in {false.trials}. On a busy machine or with unstable times: "
-            f"{was_disturbed(judged)} of {len(judged)} judgements; a trial with one is `unclear`.",
+            f"{where}, {days}. An expert kernel with a busy loop behind its work against the same kernel with one "
+            f"of 0 ns, as `--klineage-base` judges, `--klineage-time-limit={TIME_LIMIT_S:g}`; a change that one "
+            "judgement finds has to be confirmed by the next one of the same kernels. False alarms: "
+            f"{false.slower} slower, {false.changed - false.slower} faster in {false.trials}. On a busy machine, or "
+            f"with unstable times, were {was_disturbed(judged)} of {len(judged)} judgements; a trial with one of them "
+            "is `unclear`.",
             "",
             *table(judged, LEVELS, TARGETS, MARGIN, OPERATORS),
             "",

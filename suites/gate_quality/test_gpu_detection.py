@@ -85,10 +85,11 @@ def report_of(judged: list[Judged], platform: str) -> str:
         [
             f"# The PR gate by pair on {platform}: what it finds at a margin of {100 * MARGIN:g} %",
             "",
-            f"{', '.join([*machines, ' and '.join(days)])}. A kernel with a busy loop (`clock64`) at the start of every "
+            f"{', '.join([*machines, ' and '.join(days)])}. A kernel with a busy loop (`clock64`) at the start of each "
             "block of its first wave against the same kernel with a loop of no cycles, as `--klineage-base` judges; a "
             "change that one judgement finds has to be confirmed by the next one of the same kernels on the same GPU. "
-            f"Kernels of 0.1 ms and more. False alarms: {false.slower} slower, {false.changed - false.slower} faster in {false.trials}.",
+            f"Kernels of 0.1 ms and more. False alarms: {false.slower} slower, {false.changed - false.slower} faster "
+            f"in {false.trials}.",
             "",
             *table(judged, LEVELS, TARGETS, MARGIN, [kernel.operator for kernel in KERNELS]),
             "",
