@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from types import TracebackType
 
-import msgspec
-
 from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
 from pytest_klineage.gate.devices import resolve_platform
 from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
@@ -94,11 +92,7 @@ class Gate:
             except UnsupportedCase as error:
                 return self._skipped(case, source, self._skip_reason(case, error))
         started = time.monotonic()
-        judgement = Judgement(self._bench, case, source, reference_source)
-        if precision is not None:
-            judgement.settings = msgspec.structs.replace(
-                judgement.settings, precision=min(precision, judgement.settings.precision)
-            )  # fmt: skip
+        judgement = Judgement(self._bench, case, source, reference_source, precision)
         try:
             reasons = judgement.run()
             judgement.close()

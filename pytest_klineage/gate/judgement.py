@@ -117,10 +117,13 @@ class Judgement:
     """One kernel's way through the gate."""
 
     def __init__(
-        self, bench: Bench, case: KernelCase, source: KernelSource, reference_source: KernelSource | None
-    ) -> None:
+        self, bench: Bench, case: KernelCase, source: KernelSource, reference_source: KernelSource | None,
+        precision: float | None = None,
+    ) -> None:  # fmt: skip
         self.bench, self.case, self.source, self.reference_source = bench, case, source, reference_source
         self.settings, self.processes = bench.settings, bench.processes
+        if precision is not None and precision < self.settings.precision:
+            self.settings = msgspec.structs.replace(self.settings, precision=precision)
         self.flush_bytes = bench.flush_bytes(case)
         self.build: Build | None = None
         self.audit = Audit()

@@ -56,12 +56,10 @@ class AgainstBase:
         # What the case demands is asked of the head alone; here only the ratio counts.
         equal = msgspec.structs.replace(case, at_least=1.0)
         title = f"{case.id} {source.label} against the base".rstrip()
+        ask, precision = self._session.judge, precision_for(self._margin)
 
         def judge() -> tuple[Verdict, Comparison]:
-            paired = self._session.judge(
-                equal, source, reference_source=older, platforms=platforms, title=title,
-                precision=precision_for(self._margin),
-            )  # fmt: skip
+            paired = ask(equal, source, reference_source=older, platforms=platforms, title=title, precision=precision)
             return paired, compare_base(item.nodeid, verdict, paired, margin=self._margin)
 
         _, first = judge()

@@ -123,6 +123,15 @@ class TestAccepted:
         assert not verdict.ok
         assert verdict.scored
 
+    def test_a_caller_may_ask_for_a_sharper_interval_and_not_for_a_wider_one(
+        self, gate: Gate, case: Case, cpp: Cpp, change: Change
+    ) -> None:
+        for allowed, asked in ((0.3, 1e-5), (1e-5, 0.3)):
+            change(precision=allowed)
+            timing = gate.judge(case(), cpp(), precision=asked).timing
+            assert timing is not None
+            assert timing.stopped == "time limit"
+
     def test_a_further_policy_is_reported_beside_the_deciding_one(self, change: Change, judge: Judge, cpp: Cpp) -> None:
         change(also_policies=("paper",))
         verdict = judge(cpp())
