@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_klineage.gate.policy import Samples
-from pytest_klineage.gate.statistics import median, quantile
+from pytest_klineage.gate.timing.policy import Samples
+from pytest_klineage.gate.timing.statistics import median, quantile
 from pytest_klineage.records import Code, Reason
 
 GROUPS_APART = 1.5

@@ -43,7 +43,7 @@ def binding_of(threads: int, allowed: Iterable[int], siblings: Mapping[int, froz
 
     Where two allowed processors are of one core, a place is a core: its threads share it either way, and may change
     sides. Else a place is a processor. With fewer threads than processors nothing is bound: a sandboxed worker is then
-    kept on a part of them and may not choose among them (`worker/containment.py`).
+    kept on a part of them and may not choose among them (`worker/sandbox/containment.py`).
     """
     usable = sorted(set(allowed))
     if threads < len(usable) or not usable:

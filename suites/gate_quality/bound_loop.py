@@ -21,7 +21,7 @@ from pytest_klineage.operators import DEFAULT_REGIME, operator, paper_case
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references import reference
 from pytest_klineage.surfaces.native import NativeKernel
-from pytest_klineage.worker.arena import SharedArena
+from pytest_klineage.worker.host.arena import SharedArena
 
 WARMUP = 5
 PROCESSORS = {int(number) for number in re.findall(r"\d+", os.environ.get("OMP_PLACES", "0"))}

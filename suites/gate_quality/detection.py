@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pytest_klineage.gate.statistics import median, paired_interval
+from pytest_klineage.gate.timing.statistics import median, paired_interval
 from pytest_klineage.records import Code, Interval, KernelSource, SourceFile, Verdict
 from pytest_klineage.records.baseline import Comparison, Outcome
 from pytest_klineage.report.compare import compare_base, confirmed

@@ -34,7 +34,7 @@ from on_gpu import ROOT, kept_rows, results_file
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.library.experts import find_experts
+from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Surface, Verdict
 from pytest_klineage.report.compare import precision_for
