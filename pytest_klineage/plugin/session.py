@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -95,6 +96,11 @@ class KlineageSession:
 
             self._progress = make_progress(self.config, self.settings.progress)
         return self._progress
+
+    def note_given(self, names: tuple[str, ...]) -> None:
+        """Count options of another plugin as given, and check what there is to check. Raises pytest.UsageError."""
+        self.settings = replace(self.settings, given=(*self.settings.given, *names))
+        self.check()
 
     def check(self) -> None:
         """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""
