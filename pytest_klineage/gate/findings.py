@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_klineage.gate.stability import at_best, clearly_fails
 from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.stability import at_best, clearly_fails
 from pytest_klineage.gate.timing.statistics import (
     Standing,
     median,

@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.gate import Gate, GateSettings
+from pytest_klineage.gate.host.threads import binding_here
 from pytest_klineage.gate.settings import default_cache_dir
-from pytest_klineage.gate.threads import binding_here
 from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, KernelSource, Machine, speedup

@@ -23,7 +23,7 @@ from pytest_klineage.gate.host.gpus import choose_gpu, describe_gpu
 from pytest_klineage.gate.host.monitor import GpuMeter
 from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
 from pytest_klineage.gate.host.nvml import open_nvml
-from pytest_klineage.gate.threads import Binding, binding_here
+from pytest_klineage.gate.host.threads import Binding, binding_here
 from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
 
 GPU_FLUSH_BYTES = 256 << 20

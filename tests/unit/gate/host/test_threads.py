@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.gate.threads import Binding, binding_here, binding_of, parse_list, siblings_of
+from pytest_klineage.gate.host.threads import Binding, binding_here, binding_of, parse_list, siblings_of
 from pytest_klineage.records import KernelSource, LibraryPolicy, Status, Verdict
 
 SMT = {n: frozenset({n % 4, n % 4 + 4}) for n in range(8)}

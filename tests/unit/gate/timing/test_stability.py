@@ -9,8 +9,8 @@ import pytest
 
 from pytest_klineage.gate.findings import busy_reason, timing_reason
 from pytest_klineage.gate.host.neighbours import busy_gpu_reason
-from pytest_klineage.gate.stability import is_unstable, steady_reason, two_groups, what_was_seen
 from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.stability import is_unstable, steady_reason, two_groups, what_was_seen
 from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Neighbours, Reason, Status, Verdict
 from pytest_klineage.records.device import GpuProcess
 
