@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.gate import findings, stability
+from pytest_klineage.gate import findings
 from pytest_klineage.gate.host.hosts import Surroundings, Watch
 from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
+from pytest_klineage.gate.timing import stability
 from pytest_klineage.gate.timing.policy import POLICIES, Outcome, Paired, Samples
 from pytest_klineage.gate.timing.restarts import renewal_for
 from pytest_klineage.gate.timing.statistics import median
