@@ -88,9 +88,9 @@ def looks_like_memory(samples: Samples) -> bool:
 
 
 class Sampler(Protocol):
-    """Runs every role in `order`, `reps` times over, and returns the samples."""
+    """Runs every role in `order`, `reps` times over, and returns the samples; without `flush` from warm caches."""
 
-    def __call__(self, order: tuple[str, ...], reps: int) -> Samples: ...
+    def __call__(self, order: tuple[str, ...], reps: int, flush: bool = True) -> Samples: ...
 
 
 class Renewal(Protocol):
@@ -157,7 +157,7 @@ class Paired(Policy):
         out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         order = random.SystemRandom()
-        sample(SIDES, PAIRED_WARMUP)
+        sample(SIDES, PAIRED_WARMUP, flush=False)
         samples, interval, look, stopped = Samples(), None, max(MIN_PAIRS, statistics.FIRST_LOOK), "time limit"
         while len(samples.candidate) < MAX_PAIRS:
             pair = list(SIDES)
@@ -179,7 +179,7 @@ class Paired(Policy):
                 break
             if renewal is not None and renewal.renew(samples):
                 samples.starts.append(pairs)
-                sample(SIDES, renewal.warmup)
+                sample(SIDES, renewal.warmup, flush=False)
         else:
             stopped = "pair limit"
         return Outcome(

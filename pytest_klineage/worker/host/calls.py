@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -41,8 +42,8 @@ class Mapping:
 class CallLoop:
     """Serves Map and Run requests of the oracle."""
 
-    def __init__(self, channel: Channel, kernel: Loaded) -> None:
-        self.channel, self.kernel = channel, kernel
+    def __init__(self, channel: Channel, kernel: Loaded, after_first: Callable[[], None] | None = None) -> None:
+        self.channel, self.kernel, self._after_first = channel, kernel, after_first
         self.arenas: list[Any] = []
         """Mappings; a GPU's loop has its own kind."""
         self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
@@ -103,6 +104,10 @@ class CallLoop:
         self.last = result
         self.results.append(result)
         self.finish(request.nonce, memory, slot, result, tensors)
+        if self._after_first is not None:
+            self._after_first()
+            self._after_first = None
+
 
     def finish(
         self, nonce: int, memory: MappedMemory, slot: Slot, result: Any, tensors: tuple[ReturnedTensor, ...] = ()
