@@ -108,7 +108,6 @@ class CallLoop:
             self._after_first()
             self._after_first = None
 
-
     def finish(
         self, nonce: int, memory: MappedMemory, slot: Slot, result: Any, tensors: tuple[ReturnedTensor, ...] = ()
     ) -> None:
