@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,9 @@ def test_in_a_fixture(prompt):
 def test_in_the_test():
     raise WaitsForReply("exchange/gemm/2", "not yet")
 """
+COMMAND = (sys.executable, "-m", "pytest_klineage")
 OPTIONS = (
-    "--platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3", "--klineage-precision=0.5",
+    "--klineage-platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3", "--klineage-precision=0.5",
     "--klineage-seeds=1", "--klineage-busy-limit=1",
 )  # fmt: skip
 
@@ -53,13 +55,13 @@ def test_a_suite_goes_on_with_the_verdicts_that_came(
     first.stdout.fnmatch_lines(
         ["klineage: 2 chains: 2 wait for verdicts (pytest-klineage judge asked); then the same command goes on"]
     )
-    judged = pytester.run("pytest-klineage", "judge", "asked", "--platform", "cpu")
+    judged = pytester.run(*COMMAND, "judge", "asked", "--platform", "cpu")
     judged.stdout.fnmatch_lines(["cpu: gemm-24x16x8-fp32*", "asked: 0 open, 0 claimed, 2 done*"])
     second = pytester.runpytest_subprocess(*OPTIONS, *workers)
     second.assert_outcomes(passed=2, failed=1)
     second.stdout.fnmatch_lines(["*wrong_value.mismatch*"])
     second.stdout.no_fnmatch_line("*chains:*")
-    states = pytester.run("pytest-klineage", "judges", "asked")
+    states = pytester.run(*COMMAND, "judges", "asked")
     states.stdout.fnmatch_lines(["asked: 0 open, 0 claimed, 2 done, 0 given up, 0 faults"])
 
 
@@ -90,12 +92,12 @@ def test_a_baseline_is_not_pinned_elsewhere(pytester: pytest.Pytester) -> None:
 
 
 def test_a_gpu_platform_needs_no_gpu_to_ask(pytester: pytest.Pytester, kernels: Path) -> None:
-    pytester.makepyfile(test_suite=SUITE.replace("good", "good").replace(".cpp", ".cu"))
+    pytester.makepyfile(test_suite=SUITE.replace(".cpp", ".cu"))
     (kernels / "good.cu").write_text((kernels / "good.cpp").read_text())
     (kernels / "wrong.cu").write_text((kernels / "wrong.cpp").read_text())
-    result = pytester.runpytest_subprocess("--platform=sm90", "--klineage-executor=batch:asked")
+    result = pytester.runpytest_subprocess("--klineage-platform=sm90", "--klineage-executor=batch:asked")
     assert result.ret == WAITING_EXIT
-    states = pytester.run("pytest-klineage", "judges", "asked")
+    states = pytester.run(*COMMAND, "judges", "asked")
     states.stdout.fnmatch_lines(["asked: 2 open, *; left: 2 for sm90"])
 
 

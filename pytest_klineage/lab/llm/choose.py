@@ -23,7 +23,8 @@ BACKENDS = {
 def make_backend(choice: str, prices: Prices, *, model: str = "", waits: bool = True) -> Backend:
     """The chosen backend. `model` names the price for command and exchange, "unbilled" where nobody asks for money.
 
-    With `waits` off the exchange backend raises WaitsForReply instead of waiting. Raises NoBackend for "none" and for nothing, UnknownName, UsageError, NoKey, NoPrice or MissingDependency.
+    With `waits` off the exchange backend raises WaitsForReply instead of waiting.
+    Raises NoBackend for "none" and for nothing, UnknownName, UsageError, NoKey, NoPrice or MissingDependency.
     """
     kind, _, rest = choice.strip().partition(":")
     if kind in ("", NONE):

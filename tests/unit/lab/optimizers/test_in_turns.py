@@ -1,4 +1,4 @@
-"""A run whose verdicts come from a folder and whose replies are files: the same trajectory as in one go, to the byte."""
+"""A run whose verdicts come from a folder and its replies from files: to the byte the trajectory of one go."""
 
 from __future__ import annotations
 
