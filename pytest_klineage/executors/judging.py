@@ -48,7 +48,9 @@ def judge_folder(
     goes_on: asked before each request; False ends the judge. Raises KlineageError when the machine cannot judge at
     all; KeyboardInterrupt leaves the request that was under way open.
     """
-    local = GateSettings(cache_dir=cache_dir or default_cache_dir(), artifacts=folder.artifacts)
+    # Absolute: the processes that load kernels have other working directories.
+    artifacts = folder.artifacts.absolute() if folder.artifacts is not None else None
+    local = GateSettings(cache_dir=(cache_dir or default_cache_dir()).absolute(), artifacts=artifacts)
     judge = _FolderJudge(folder, LocalExecutor(platform, local), platform, seconds, name or platform, tell)
     try:
         folder.note_machine(judge.executor.machine())

@@ -39,8 +39,8 @@ def test_in_the_test():
 """
 COMMAND = (sys.executable, "-m", "pytest_klineage")
 OPTIONS = (
-    "--klineage-platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3", "--klineage-precision=0.5",
-    "--klineage-seeds=1", "--klineage-busy-limit=1",
+    "--klineage-platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3",
+    "--klineage-precision=0.5", "--klineage-seeds=1", "--klineage-busy-limit=1",
 )  # fmt: skip
 
 

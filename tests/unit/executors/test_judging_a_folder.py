@@ -254,3 +254,14 @@ def test_a_reply_with_a_fault_is_a_harness_error(ask: Ask, monkeypatch: pytest.M
 
 def _broken(executor: LocalExecutor, request: JudgeRequest) -> Gate:
     raise HarnessError("the oracle died")
+
+
+def test_a_relative_cache_is_one_of_this_process(
+    folder: BatchFolder, ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes that load kernels have other working directories."""
+    monkeypatch.chdir(tmp_path)
+    request = ask("// relative")
+    folder.submit(request)
+    judge_folder(folder, "cpu", cache_dir=Path("cache"))
+    assert verdict_of(folder, request).scored
