@@ -30,7 +30,7 @@ def add_judge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the commands `judge` and `judges`."""
     judge = commands.add_parser(
         "judge", help="judge the open requests of a folder on this machine, one process a GPU",
-        description="Judges what a run with the executor batch:DIR has asked for. What is left when time is up stays open.",
+        description="Judges what a run with the executor batch:DIR asked for. What is left when time is up stays open.",
     )  # fmt: skip
     judge.add_argument("folder", metavar="DIR", type=Path)
     judge.add_argument("--platform", metavar="NAME", default="auto", help="auto, cpu, sm90 or sm120 (default: auto)")

@@ -121,13 +121,12 @@ class BatchFolder:
         self._write(self.root / MACHINE / f"{machine.platform}.json", to_json(machine))
 
     def open_requests(self, platform: str) -> list[JudgeRequest]:
-        """What a judge of a platform has to do, in its order: priority, then what shares settings, case and reference.
-
-        Requests that others work on are among them; `claim` tells.
+        """What a judge of a platform has to do, in its order: what failed before comes last, then priority, and
+        what shares settings, case and reference together. Requests that others work on are among them; `claim` tells.
         """
         found = [request for request in self._requests() if request is not None and request.platform == platform]
         left = [request for request in found if not self._is_finished(request.digest)]
-        return sorted(left, key=_order)
+        return sorted(left, key=lambda request: (len(self._faults(request.digest)), *_order(request)))
 
     def claim(self, request: JudgeRequest) -> Claim | None:
         """Take a request; None when another judge has it, or it is done.

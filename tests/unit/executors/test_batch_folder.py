@@ -135,6 +135,14 @@ def test_higher_priorities_come_first(folder: BatchFolder, ask: Ask) -> None:
     assert [request.priority for request in folder.open_requests("cpu")] == [3, 2, 1]
 
 
+def test_what_failed_before_comes_last(folder: BatchFolder, ask: Ask) -> None:
+    first, second = ask("// a", priority=1), ask("// b")
+    for request in (first, second):
+        folder.submit(request)
+    folder.answer(faulty(first))
+    assert folder.open_requests("cpu") == [second, first]
+
+
 def test_one_judge_at_a_time(folder: BatchFolder, ask: Ask) -> None:
     request = ask()
     folder.submit(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -121,6 +122,29 @@ def test_a_judge_killed_while_it_times_loses_nothing(folder: BatchFolder, ask: A
     assert {name: data for name, data in replies(folder).items() if name in before} == before
     assert folder.lookup(slow).attempt == 2  # type: ignore[union-attr]  # it is there: three are done
     assert folder.counts().done == 3
+    assert is_clean(folder)
+
+
+def test_calls_that_are_cut_at_random_lose_nothing(folder: BatchFolder, ask: Ask, start: Start) -> None:
+    """Whenever a judge is killed, what it has answered stays as it is, and the rest is judged by the next ones."""
+    requests = [ask(f"// {number}", settings={"time_limit_s": 1.0, "precision": 0.0001}) for number in range(5)]
+    for request in requests:
+        folder.submit(request)
+    kept: dict[str, bytes] = {}
+    for _ in range(3):
+        process = start()
+        time.sleep(random.uniform(0.5, 7.0))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        now = replies(folder)
+        assert {name: now[name] for name in kept} == kept
+        kept = now
+    until(lambda: folder.counts().claimed == 0)
+    output = finished(start())
+    assert output.count("cpu: gemm-") == len(requests) - len(kept)
+    assert {name: data for name, data in replies(folder).items() if name in kept} == kept
+    assert folder.counts().done == len(requests)
+    assert all(verdict_of(folder, request).scored for request in requests)
     assert is_clean(folder)
 
 
