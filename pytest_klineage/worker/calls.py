@@ -79,6 +79,9 @@ class CallLoop:
         mapping = self.arenas[request.arena]
         invoke = mapping.calls[request.slot]
         try:
+            # A reference may convert its inputs, untimed; a candidate's call has nothing of the kind.
+            if before := getattr(invoke, "before", None):
+                before()
             start = clock()
             result = invoke()
             stop = clock()

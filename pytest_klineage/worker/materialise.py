@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pytest_klineage.records import Code, Slot
+from pytest_klineage.records import Code, Placement, Slot
 from pytest_klineage.records.messages import ReturnedTensor
 from pytest_klineage.surfaces.base import MappedMemory, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
@@ -32,15 +32,19 @@ DETACH: Callable[..., Any] = _base.detach
 
 def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[ReturnedTensor, ...]:
     """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is amiss."""
-    values = list(result.values()) if type(result) is dict else result
+    out_of_place = getattr(type(result), "out_of_place", False)
+    values = list(result.values()) if type(result) is dict or out_of_place else result
     tensors = list(values) if isinstance(values, tuple | list) else [values]
-    if len(tensors) != len(slot.outputs):
-        raise SurfaceFailure(
-            Code.OUTPUT_COUNT, f"the kernel returned {len(tensors)} outputs, the operator has {len(slot.outputs)}"
-        )
+    separate = slot.separate
+    placements = slot.outputs if len(tensors) == len(slot.outputs) else separate
+    if len(tensors) != len(placements):
+        message = f"the kernel returned {len(tensors)} outputs, the operator has {len(separate)}"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
     found = []
-    for tensor, placement in zip(tensors, slot.outputs, strict=True):
+    for tensor, placement in zip(tensors, placements, strict=True):
         view = tensor_view(memory, placement)
+        if placement not in separate and not to_be_copied(tensor, view, placement, may_differ=out_of_place):
+            continue
         check(tensor, view, placement.spec.name)
         tensor = DETACH(tensor)
         strides = tuple(STRIDE(tensor))
@@ -51,6 +55,21 @@ def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[Returned
             COPY(view, tensor)
         found.append(ReturnedTensor(address=DATA_PTR(tensor), num_bytes=extent_bytes(tensor, strides), strides=strides))
     return tuple(found)
+
+
+def to_be_copied(tensor: Any, view: torch.Tensor, placement: Placement, *, may_differ: bool) -> bool:
+    """Whether a result for an inout tensor has yet to be copied there: only a reference's may lie elsewhere.
+
+    Raises SurfaceFailure for a kernel that returns another tensor than the one that it was to overwrite.
+    """
+    name = placement.spec.name
+    check(tensor, view, name)
+    if DATA_PTR(tensor) == DATA_PTR(view) and STRIDE(tensor) == STRIDE(view):
+        return False
+    if not may_differ:
+        message = f"the kernel returned a new tensor for {name}, which it is to overwrite in place"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
+    return True
 
 
 def check(tensor: Any, view: torch.Tensor, name: str) -> None:

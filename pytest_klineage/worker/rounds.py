@@ -240,7 +240,12 @@ class Player:
             arena.paint_guards()
             reasons.append(Reason(code=Code.OUT_OF_BOUNDS, message=f"memory beside {', '.join(names)} was overwritten"))
         if "input_integrity" in defences:
-            changed = [name for name, tensor in arena.inputs(slot).items() if not same_bits(tensor, view.inputs[name])]
+            overwritten = {item.spec.name for item in arena.arena.slots[slot].inout}
+            changed = [
+                name
+                for name, tensor in arena.inputs(slot).items()
+                if name not in overwritten and not same_bits(tensor, view.inputs[name])
+            ]
             if changed:
                 reasons.append(
                     Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}")
