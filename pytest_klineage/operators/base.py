@@ -92,6 +92,10 @@ class Operator(ABC):
         signature = self.signature(case)
         return float(sum(spec.num_elements * DTYPES[spec.dtype] for spec in (*signature.inputs, *signature.outputs)))
 
+    def slacks(self, case: KernelCase) -> dict[str, float]:
+        """By output, how many times the honest error a kernel may make, where that is not `tolerance.SLACK`."""
+        return {}
+
     def fixed_bounds(self, case: KernelCase) -> dict[str, float]:
         """By output, bounds in rounding units that do not depend on the honest run's error."""
         return {}

@@ -8,8 +8,9 @@ a candidate's process never imports it.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, get_origin
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 FLOATS = frozenset(name for name in DTYPES if name.startswith(("fp", "bf")))
+SLACK_OF_8_BITS = 3.0
+"""For outputs of 8-bit floats, whose rounding is the error: the neighbour of the right number is 2 units off."""
 DEFAULT_DTYPES = ("fp32", "bf16", "fp16")
 GENERATOR = "generator"
 """A parameter of this name, of a function that makes or transforms inputs, is a torch.Generator."""
@@ -77,8 +80,12 @@ def operator(
     the line of the file.
     """
 
+    caller = sys._getframe(1)
+    place = Place(Path(caller.f_code.co_filename), caller.f_lineno, caller.f_globals)
+
     def define(function: Function) -> OpenOperator:
         return OpenOperator(
+            place,
             function, signature, dtypes=dtypes, tolerance=tolerance, options=options or {}, flops=flops,
             num_bytes=min_bytes, name=name,
         )  # fmt: skip
@@ -86,6 +93,20 @@ def operator(
     if callable(signature):
         raise UsageError('@operator needs the signature first: @operator("x[M,N] -> y[M,N]")')
     return define
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where `operator` was called."""
+
+    file: Path
+    line: int
+    namespace: dict[str, Any] = field(repr=False, compare=False)
+    """The module's."""
+
+
+MADE: dict[tuple[str, str], list[OpenOperator]] = {}
+"""By file and name, what the decorator has made in this process: a file may have been imported twice."""
 
 
 class OpenOperator(Operator):
@@ -99,7 +120,7 @@ class OpenOperator(Operator):
     regimes: tuple[str, ...]  # type: ignore[misc]  # see above
 
     def __init__(
-        self, function: Function, signature: str, *, dtypes: Sequence[str], tolerance: Any,
+        self, place: Place, function: Function, signature: str, *, dtypes: Sequence[str], tolerance: Any,
         options: Mapping[str, Sequence[Option]], flops: str | int, num_bytes: str | int | None, name: str,
     ) -> None:  # fmt: skip
         if not inspect.isfunction(function):
@@ -107,7 +128,10 @@ class OpenOperator(Operator):
         self.function = function
         self.__doc__, self.__wrapped__ = function.__doc__, function
         self.name = name or function.__name__
-        self.file, self.line_number = Path(function.__code__.co_filename), function.__code__.co_firstlineno
+        self.place, self.file = place, place.file
+        here = function.__code__.co_filename == str(place.file)
+        self.line_number = function.__code__.co_firstlineno if here else place.line
+        MADE.setdefault((str(place.file), self.name), []).append(self)
         self.distributions: dict[str, Function] = {}
         self.symmetry_function: Function | None = None
         self.regimes = (DEFAULT_REGIME,)
@@ -119,7 +143,8 @@ class OpenOperator(Operator):
             self._keywords = tuple(item.name for item in keywords)
             self._free = read_options(self, keywords, options)
             needed = [item.name for item in keywords if item.default is inspect.Parameter.empty]
-            self.axes = tuple(dict.fromkeys([*(n for n in self.line.names if n not in self.options), *needed]))
+            late = {*needed, *self.options} - self.line.bare
+            self.axes = tuple(dict.fromkeys([*(name for name in self.line.names if name not in late), *needed]))
             self.dtypes = read_dtypes(dtypes)
             self.tolerances: dict[str, Allclose] = read_tolerances(tolerance, self.line)
             self._flops, self._bytes = self._size(flops), None if num_bytes is None else self._size(num_bytes)
@@ -247,6 +272,9 @@ class OpenOperator(Operator):
         from pytest_klineage.operators.evaluation import error_scales
 
         return error_scales(self, case, expected)
+
+    def slacks(self, case: KernelCase) -> dict[str, float]:
+        return {spec.name: SLACK_OF_8_BITS for spec in self.signature(case).outputs if spec.dtype.startswith("fp8")}
 
     def fixed_bounds(self, case: KernelCase) -> dict[str, float]:
         declared = dict.fromkeys(self.tolerances, 1.0)

@@ -20,7 +20,7 @@ import msgspec
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.extensions import Extension, extensions
 from pytest_klineage.operators.base import Operator
-from pytest_klineage.operators.define import OpenOperator, shown
+from pytest_klineage.operators.define import MADE, OpenOperator, shown
 from pytest_klineage.records import Definition, DefinitionFile, KernelCase, definition_digest
 
 FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -41,7 +41,7 @@ def find_operator(
         known = shipped.get(wanted.name) is wanted
         return wanted, None if known else remember(wanted)
     if not isinstance(wanted, str):
-        raise UsageError(f"op= is an operator, its name, or 'file.py:name', got {wanted!r}")
+        raise UnknownName("operator", wanted, [*shipped, "file.py:name"])
     if wanted in shipped:
         return shipped[wanted], None
     if found := FILE_AND_NAME.fullmatch(wanted):
@@ -117,17 +117,21 @@ def from_package(extension: Extension) -> tuple[Operator, Definition]:
 
 
 def from_file(path: Path, name: str) -> Operator:
-    """The operator of this name in a file. Raises UsageError when there is none."""
+    """The operator of this name in a file. Raises UsageError unless importing the file makes one of that name."""
     module = import_file(path)
     found = getattr(module, name, None)
     if inspect.isclass(found) and issubclass(found, Operator):
         return found()
+    made = [item for item in MADE.get((str(path.resolve()), name), []) if item.place.namespace is vars(module)]
+    if len(made) == 1:
+        return made[0]
+    if made:
+        raise made[-1].error(f"{path.name} makes {len(made)} operators of this name; give them others: name=")
     if isinstance(found, Operator):
         return found
-    there = {item.name: item for item in vars(module).values() if isinstance(item, OpenOperator)}
-    if name not in there:
-        raise UnknownName(f"operator in {path.name}", name, there)
-    return there[name]
+    there = [other for file, other in MADE if file == str(path.resolve())]
+    hint = "" if name not in there else " Define it where importing the file defines it, not inside of a test."
+    raise UsageError(f"{UnknownName(f'operator in {path.name}', name, sorted({*there} - {name}))}{hint}")
 
 
 def import_file(path: Path) -> ModuleType:

@@ -54,9 +54,9 @@ class Expected:
         fixed = operator.fixed_bounds(case) if bounds is None else bounds
         self.bounds = {name: fixed[name] for name in self.outputs if name in fixed}
         if len(self.bounds) < len(self.outputs):
-            honest = operator.honest(case, inputs)
+            honest, slacks = operator.honest(case, inputs), operator.slacks(case)
             self.bounds |= {
-                name: SLACK * max(1.0, largest_error(honest[name], expected, self.units[name]))
+                name: slacks.get(name, SLACK) * max(1.0, largest_error(honest[name], expected, self.units[name]))
                 for name, expected in self.outputs.items()
                 if name not in fixed
             }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pytest_klineage.errors import UsageError
+from pytest_klineage.errors import UnknownName, UsageError
 
 
 def reference_name(given: Any, folders: Sequence[Path]) -> str:
@@ -15,7 +15,7 @@ def reference_name(given: Any, folders: Sequence[Path]) -> str:
     if callable(given):
         return function_name(given)
     if not isinstance(given, str):
-        raise UsageError(f"ref= is a name, 'package.module:function' or a function, got {given!r}")
+        raise UnknownName("reference", given, ["torch", "package.module:function"])
     module, colon, function = given.partition(":")
     if not colon:
         return given

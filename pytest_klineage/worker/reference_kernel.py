@@ -108,11 +108,10 @@ def trial_of(case: KernelCase, platform: str, device: str = "cuda", definition: 
     signature = chosen.signature(case)
     inputs = {spec.name: empty(spec, device).copy_(made[spec.name]) for spec in signature.inputs}
     outputs = {spec.name: inputs.get(spec.name, empty(spec, device).zero_()) for spec in signature.outputs}
-    own = isinstance(chosen, OpenOperator)
-    return Trial(
-        platform, inputs, outputs, definition=own_definition(chosen, case) if own else None,
-        named=chosen.sizes(case) if own else signature.scalars, files=definition.files,
-    )  # fmt: skip
+    own, named = None, dict[str, Any](signature.scalars)
+    if isinstance(chosen, OpenOperator):
+        own, named = own_definition(chosen, case), chosen.sizes(case)
+    return Trial(platform, inputs, outputs, definition=own, named=named, files=definition.files)
 
 
 def own_definition(chosen: OpenOperator, case: KernelCase) -> Callable[..., tuple[torch.Tensor, ...]]:
