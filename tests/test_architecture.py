@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pytest_klineage"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 FLOORS = (
-    ("errors", "channel"),
+    ("errors", "channel", "extensions"),
     ("records",),
     ("operators", "references", "surfaces"),
     ("gate", "llm", "library", "results", "formats"),
@@ -34,6 +34,7 @@ WITHIN_A_FLOOR = {
 """The command's longest parts have files of their own."""
 NARROWER = {
     "channel": {"errors"},
+    "extensions": {"errors"},
     "report": {"results", "records", "errors"},
     "worker": {"errors", "channel", "records", "operators", "references", "surfaces"},
 }

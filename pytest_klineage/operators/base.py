@@ -35,6 +35,9 @@ class Operator(ABC):
     exact: ClassVar[bool] = False
     """True when outputs must match bit for bit, up to the operator's own freedom (`violations`)."""
 
+    single_numbers: ClassVar[bool] = False
+    """Whether an output may be a single number, which is its own mean: that answer is no null model then."""
+
     def validate(self, case: KernelCase) -> None:  # noqa: B027 - any sizes are right for most operators
         """Raise UsageError when sizes contradict one another. Axis names are checked by make_case."""
 

@@ -112,6 +112,8 @@ MADE: dict[tuple[str, str], list[OpenOperator]] = {}
 class OpenOperator(Operator):
     """An operator that a user has defined. Calling it calls the definition."""
 
+    single_numbers = True
+
     # A user's operators differ by instance, the shipped ones by class.
     name: str  # type: ignore[misc]  # see above
     axes: tuple[str, ...]  # type: ignore[misc]  # see above

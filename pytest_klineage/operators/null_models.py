@@ -33,7 +33,7 @@ def null_models(
     outputs = operator.signature(case).outputs
     right = operator.honest(case, inputs)
     yield "zeros", {spec.name: torch.zeros_like(right[spec.name]) for spec in outputs}
-    if any(spec.num_elements > 1 for spec in outputs):
+    if not operator.single_numbers or any(spec.num_elements > 1 for spec in outputs):
         yield "constant", {spec.name: torch.full_like(right[spec.name], mean(right[spec.name])) for spec in outputs}
     source = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in inputs.values()])
     yield "passthrough", {spec.name: tiled(source, spec) for spec in outputs}
@@ -61,7 +61,8 @@ def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) 
     right = operator.honest(case, inputs)
     for name, outputs in null_models(operator, case, inputs, operator.oracle(case, others), generator):
         # A single number may be its own mean, and another problem's answer, by chance.
-        telling = [output for output in outputs if right[output].numel() > 1 or name == "zeros"]
+        single = {output for output in outputs if operator.single_numbers and right[output].numel() == 1}
+        telling = [output for output in outputs if output not in single or name == "zeros"]
         mixtures = {f"{name}:{output}": {**right, output: outputs[output]} for output in telling if len(outputs) > 1}
         findings += [label for label, answer in {name: outputs, **mixtures}.items() if expected.accepts(answer)]
     for name in inputs:

@@ -28,6 +28,9 @@ FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _known: dict[tuple[str, str], tuple[Operator, Path]] = {}
 """By source and digest of their definition: operators that this process has met, and their files."""
 
+_registered: dict[int, Definition] = {}
+"""By the identity of an operator that a package registers, which is kept for good: its definition."""
+
 
 def find_operator(
     wanted: str | Operator, shipped: Mapping[str, Operator], folder: Path | None = None
@@ -38,8 +41,9 @@ def find_operator(
     a file that cannot be imported.
     """
     if isinstance(wanted, Operator):
-        known = shipped.get(wanted.name) is wanted
-        return wanted, None if known else remember(wanted)
+        if shipped.get(wanted.name) is wanted:
+            return wanted, None
+        return wanted, _registered.get(id(wanted)) or remember(wanted)
     if not isinstance(wanted, str):
         raise UnknownName("operator", wanted, [*shipped, "file.py:name"])
     if wanted in shipped:
@@ -102,7 +106,8 @@ def remember(operator: Operator, path: Path | None = None, name: str = "", packa
         path = (path or Path(inspect.getfile(type(operator)))).resolve()
         digest = definition_digest(path.read_text(encoding="utf-8"))
         definition = Definition(source=f"{shown(path)}:{name or type(operator).__name__}", digest=digest)
-    definition = msgspec.structs.replace(definition, package=package)
+    if package:
+        definition = _registered[id(operator)] = msgspec.structs.replace(definition, package=package)
     _known[definition.source, definition.digest] = operator, path
     return definition
 

@@ -157,13 +157,13 @@ def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) 
 def check_reference(name: str, operator: Operator) -> None:
     """Raise UnknownName unless `name` is a reference that implements the operator."""
     from pytest_klineage.operators import OPERATORS
-    from pytest_klineage.references import REFERENCES, reference
+    from pytest_klineage.references import REFERENCES, SHIPPED, reference
     from pytest_klineage.references.functions import COMPILED, DEFINITION, is_function
 
     own = operator.name not in OPERATORS or OPERATORS[operator.name] is not operator
     if is_function(name) or (own and name in (DEFINITION, COMPILED)):
         return
-    if operator.name not in reference(name).operators() or (own and name in REFERENCES):
+    if operator.name not in reference(name).operators() or (own and name in SHIPPED):
         able = [DEFINITION, COMPILED] if own else [
             other for other, known in REFERENCES.items() if operator.name in known.operators()
         ]  # fmt: skip

@@ -21,6 +21,8 @@ __all__ = [
 
 LIBRARIES = (TorchReference(), CublasReference(), CudnnReference(), FlashInferReference(), FlaReference())
 REFERENCES: dict[str, Reference] = {chosen.name: chosen for chosen in (*LIBRARIES, VendorReference(LIBRARIES))}
+SHIPPED = frozenset(REFERENCES)
+"""Names of those that this package brings; they know its own operators only."""
 
 
 def reference(name: str) -> Reference:

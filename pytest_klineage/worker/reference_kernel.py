@@ -38,8 +38,7 @@ class ReferenceKernel(Loaded):
         chosen.check(job.case, job.platform)
         try:
             if job.platform == "cpu":
-                trial = trial_of(job.case, "cpu", "cpu", job.definition) if chosen.needs_trial else None
-                self._call = chosen.prepare(job.case, replace(trial, only=job.variant) if trial else None)
+                self._call = chosen.prepare(job.case, trial_on_cpu(job) if chosen.needs_trial else None)
             else:
                 self._call = prepared_on_gpu(job.case, job.platform, job.variant, job.variant_ms, job.definition)
         except MissingDependency as missing:
@@ -92,14 +91,21 @@ def prepared_on_gpu(
     """
     import torch
 
-    trial = replace(trial_of(case, platform, definition=definition), only=only, only_ms=only_ms)
+    trial = replace(trial_of(case, platform), only=only, only_ms=only_ms, files=definition.files)
     call = reference_of(case).prepare(case, trial)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return call
 
 
-def trial_of(case: KernelCase, platform: str, device: str = "cuda", definition: DefinitionFile = NOWHERE) -> Trial:
+def trial_on_cpu(job: Job) -> Trial:
+    """What a reference on a CPU is tried on, for those that want it. Raises ValueError for a job without a case."""
+    if job.case is None:
+        raise ValueError("a reference needs its case")
+    return replace(trial_of(job.case, "cpu", "cpu"), only=job.variant, files=job.definition.files)
+
+
+def trial_of(case: KernelCase, platform: str, device: str = "cuda") -> Trial:
     """Random inputs of the operator's default distribution, and outputs, with the strides of the case's signature."""
     import torch
 
@@ -111,7 +117,7 @@ def trial_of(case: KernelCase, platform: str, device: str = "cuda", definition: 
     own, named = None, dict[str, Any](signature.scalars)
     if isinstance(chosen, OpenOperator):
         own, named = own_definition(chosen, case), chosen.sizes(case)
-    return Trial(platform, inputs, outputs, definition=own, named=named, files=definition.files)
+    return Trial(platform, inputs, outputs, definition=own, named=named)
 
 
 def own_definition(chosen: OpenOperator, case: KernelCase) -> Callable[..., tuple[torch.Tensor, ...]]:
