@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors
-    from pytest_klineage.operators.define import OpenOperator
+    from pytest_klineage.operators.defined import DefinedOperator
 
 CASTS = ("float", "half", "bfloat16")
 """Methods of a tensor that would leave float64."""
@@ -27,7 +27,7 @@ ROW_ELEMENTS = 64
 """A row, whose magnitude errors are measured by, has so many elements at least: trailing axes are joined until then."""
 
 
-def evaluate(operator: OpenOperator, case: KernelCase, inputs: Tensors, *, in_float64: bool) -> Tensors:
+def evaluate(operator: DefinedOperator, case: KernelCase, inputs: Tensors, *, in_float64: bool) -> Tensors:
     """The definition's results by name.
 
     In float64: floats as float64, integers and booleans as int64. Else: inputs as they are, results in their declared
@@ -50,7 +50,7 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def call(operator: OpenOperator, case: KernelCase, arguments: Sequence[Any], *, in_float64: bool) -> Any:
+def call(operator: DefinedOperator, case: KernelCase, arguments: Sequence[Any], *, in_float64: bool) -> Any:
     """Call the definition with the case's options. Raises UsageError with the line at which it failed."""
     import torch
 
@@ -66,7 +66,7 @@ def call(operator: OpenOperator, case: KernelCase, arguments: Sequence[Any], *, 
         raise failure(operator, error, arguments) from None
 
 
-def failure(operator: OpenOperator, error: Exception, arguments: Sequence[Any]) -> UsageError:
+def failure(operator: DefinedOperator, error: Exception, arguments: Sequence[Any]) -> UsageError:
     """What a definition raised, with the line of the user's file that it came from."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(operator.file)
@@ -81,7 +81,9 @@ def failure(operator: OpenOperator, error: Exception, arguments: Sequence[Any]) 
     return operator.error(text, line=(lines or [0])[-1] or 0)
 
 
-def checked(operator: OpenOperator, specs: Sequence[TensorSpec], results: Any, inputs: Tensors) -> list[torch.Tensor]:
+def checked(
+    operator: DefinedOperator, specs: Sequence[TensorSpec], results: Any, inputs: Tensors
+) -> list[torch.Tensor]:
     """The results as a list, as declared. Raises UsageError."""
     import torch
 
@@ -111,7 +113,7 @@ def is_float(dtype: str) -> bool:
     return dtype in UNIT_ROUNDOFF
 
 
-def error_scales(operator: OpenOperator, case: KernelCase, expected: Tensors) -> Tensors:
+def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors) -> Tensors:
     """Per element, the unit in which errors are measured, in float64.
 
     By default half a unit in the last place of the output's type, at the size of the element plus that of its row (root

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors
-    from pytest_klineage.operators.define import OpenOperator
+    from pytest_klineage.operators.defined import DefinedOperator
 
 NULL_ANSWERS = {
     "zeros": "zeros", "constant": "one number everywhere", "passthrough": "the bytes of the inputs",
@@ -20,7 +20,7 @@ NULL_ANSWERS = {
 }  # fmt: skip
 
 
-def examine(operator: OpenOperator, case: KernelCase, inputs: Tensors) -> list[str]:
+def examine(operator: DefinedOperator, case: KernelCase, inputs: Tensors) -> list[str]:
     """Notes on how a case of a user's operator is timed.
 
     Raises UsageError, with the line, for a definition that changes its inputs, gives two answers to one question, or
@@ -48,7 +48,7 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return alike(left, right) if left.is_cuda else bool(((left == right) | ((left != left) & (right != right))).all())
 
 
-def check_symmetry(operator: OpenOperator, case: KernelCase, inputs: Tensors, expected: Tensors) -> None:
+def check_symmetry(operator: DefinedOperator, case: KernelCase, inputs: Tensors, expected: Tensors) -> None:
     """Raise UsageError unless a declared symmetry leads back to the answer."""
     import torch
 
@@ -61,7 +61,7 @@ def check_symmetry(operator: OpenOperator, case: KernelCase, inputs: Tensors, ex
         )
 
 
-def timing_note(operator: OpenOperator, case: KernelCase) -> str:
+def timing_note(operator: DefinedOperator, case: KernelCase) -> str:
     """How timed inputs are kept new."""
     if operator.symmetry_function is not None:
         return f"timed inputs are drawn by the symmetry {operator.symmetry_function.__name__}"

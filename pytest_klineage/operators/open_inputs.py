@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors
-    from pytest_klineage.operators.define import Function, OpenOperator
+    from pytest_klineage.operators.defined import DefinedOperator, Function
 
 RANGES = {"int8": (-128, 128), "uint8": (0, 256), "bool": (0, 2)}
 """Values that an integer input takes when the signature does not bound it; wider types take those of OTHER_RANGE."""
@@ -24,7 +24,7 @@ SIZES = (1.0, 4.0, 32.0, 32.0)
 """In largest elements, what a redrawn element may be, in turn, until an output changes visibly."""
 
 
-def draw(operator: OpenOperator, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+def draw(operator: DefinedOperator, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
     """Inputs of a distribution, in the signature's types. Raises UsageError for a function that returns others."""
     specs = operator.signature(case).inputs
     values = {spec.name: default_values(spec, bound_of(operator, case, spec.name), generator) for spec in specs}
@@ -41,7 +41,7 @@ def draw(operator: OpenOperator, case: KernelCase, generator: torch.Generator, r
     return inputs
 
 
-def bound_of(operator: OpenOperator, case: KernelCase, name: str) -> int | None:
+def bound_of(operator: DefinedOperator, case: KernelCase, name: str) -> int | None:
     """What an integer input stays under, where the signature says so."""
     tensor = next(item for item in operator.line.inputs if item.name == name)
     return None if tensor.below is None else tensor.below.value(case.shape)
@@ -58,7 +58,7 @@ def default_values(spec: TensorSpec, bound: int | None, generator: torch.Generat
 
 
 def changed(
-    operator: OpenOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
+    operator: DefinedOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
 ) -> Tensors:
     """What a user's function makes of inputs. Random numbers that it draws by itself follow from `generator`, too."""
     import torch
@@ -74,14 +74,14 @@ def changed(
 
 
 def arguments_for(
-    operator: OpenOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
+    operator: DefinedOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
 ) -> dict[str, Any]:
     """What a function asks for by the names of its parameters."""
     known = {**operator.sizes(case), **values, "generator": generator}
     return {name: known[name] for name in inspect.signature(function).parameters}
 
 
-def by_name(operator: OpenOperator, function: Function, result: Any, names: list[str]) -> Tensors:
+def by_name(operator: DefinedOperator, function: Function, result: Any, names: list[str]) -> Tensors:
     """Tensors that a function returned for the inputs it took. Raises UsageError."""
     import torch
 
@@ -99,7 +99,7 @@ def by_name(operator: OpenOperator, function: Function, result: Any, names: list
     return dict(result)
 
 
-def one_redrawn(operator: OpenOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+def one_redrawn(operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
     """A copy in which one element is another, by enough to change an output beyond its bound where that can be."""
     before = operator.oracle(case, inputs)
     floats = [name for name, tensor in inputs.items() if tensor.is_floating_point() and tensor.numel()]
@@ -113,7 +113,7 @@ def one_redrawn(operator: OpenOperator, case: KernelCase, inputs: Tensors, gener
     return found
 
 
-def is_visible(operator: OpenOperator, case: KernelCase, before: Tensors, after: Tensors) -> bool:
+def is_visible(operator: DefinedOperator, case: KernelCase, before: Tensors, after: Tensors) -> bool:
     """Whether old outputs are clearly wrong answers to the new problem."""
     scales, fixed = error_scales(operator, case, after), operator.fixed_bounds(case)
     return any(largest_error(before[name], after[name], scales[name]) > 2 * fixed.get(name, SLACK) for name in after)

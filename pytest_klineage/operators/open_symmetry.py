@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors, Undo
-    from pytest_klineage.operators.define import OpenOperator
+    from pytest_klineage.operators.defined import DefinedOperator
 
 SEED = 20261122
 """Of the inputs on which symmetries are looked for. Which there are is no secret."""
@@ -25,7 +25,7 @@ ALIKE = 1e-9
 """Results in float64 that differ by less, relative to their row, differ by the order of sums only."""
 
 
-def find_axes(operator: OpenOperator, case: KernelCase, device: str = "") -> tuple[str, ...]:
+def find_axes(operator: DefinedOperator, case: KernelCase, device: str = "") -> tuple[str, ...]:
     """Axes of the inputs that can be permuted, outputs following, without changing the answer."""
     import torch
 
@@ -44,7 +44,7 @@ def default_device() -> str:
     return "cuda" if used else "cpu"
 
 
-def candidates(operator: OpenOperator, case: KernelCase) -> list[str]:
+def candidates(operator: DefinedOperator, case: KernelCase) -> list[str]:
     """Axes of inputs that occur in no formula and bound no index."""
     tensors = (*operator.line.inputs, *operator.line.outputs)
     bounds = [tensor.below for tensor in operator.line.inputs if tensor.below is not None]
@@ -55,7 +55,12 @@ def candidates(operator: OpenOperator, case: KernelCase) -> list[str]:
 
 
 def commutes(
-    operator: OpenOperator, axis: str, inputs: Tensors, expected: Tensors, generator: torch.Generator, case: KernelCase
+    operator: DefinedOperator,
+    axis: str,
+    inputs: Tensors,
+    expected: Tensors,
+    generator: torch.Generator,
+    case: KernelCase,
 ) -> bool:
     """Whether permuted inputs give permuted outputs, on random numbers."""
     moved, undo = permuted(operator, (axis,), inputs, generator)
@@ -73,7 +78,7 @@ def alike(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def permuted(
-    operator: OpenOperator, axes: Sequence[str], inputs: Tensors, generator: torch.Generator
+    operator: DefinedOperator, axes: Sequence[str], inputs: Tensors, generator: torch.Generator
 ) -> tuple[Tensors, Undo]:
     """Inputs permuted along axes, and the function that takes outputs back."""
     like = next(iter(inputs.values()))
@@ -102,7 +107,7 @@ def selected(
 
 
 def declared(
-    operator: OpenOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator
+    operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator
 ) -> tuple[Tensors, Undo]:
     """The user's own symmetry, drawn once. Raises UsageError when it returns something else."""
     function = operator.symmetry_function

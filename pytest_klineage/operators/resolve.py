@@ -20,7 +20,7 @@ import msgspec
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.extensions import Extension, extensions
 from pytest_klineage.operators.base import Operator
-from pytest_klineage.operators.define import MADE, OpenOperator, shown
+from pytest_klineage.operators.defined import MADE, DefinedOperator, shown
 from pytest_klineage.records import Definition, DefinitionFile, KernelCase, definition_digest
 
 FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -100,7 +100,7 @@ def changed(definition: Definition) -> UsageError:
 
 def remember(operator: Operator, path: Path | None = None, name: str = "", package: str = "") -> Definition:
     """The operator's definition, which this process knows from now on. Raises UsageError when it is in no file."""
-    if isinstance(operator, OpenOperator):
+    if isinstance(operator, DefinedOperator):
         definition, path = operator.definition, operator.file.resolve()
     else:
         path = (path or Path(inspect.getfile(type(operator)))).resolve()

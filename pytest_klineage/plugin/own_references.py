@@ -47,7 +47,7 @@ def function_name(function: Any) -> str:
 
 def remembered(path: Path) -> str:
     """A file as cases call it: relative to its project's root."""
-    from pytest_klineage.operators.define import shown
+    from pytest_klineage.operators.defined import shown
     from pytest_klineage.references.functions import named_file
 
     return named_file(path, shown(path))
