@@ -255,9 +255,12 @@ def read_tolerances(tolerance: Any, line: SignatureLine) -> dict[str, Allclose]:
 
 
 def shown(path: Path) -> str:
-    """A file as records and messages call it: relative to its project's root, or to where packages are installed."""
+    """A file as records and messages call it: relative to its project's root, else to what its package lies in."""
     resolved = path.resolve()
     for folder in resolved.parents:
         if folder.name in ("site-packages", "dist-packages") or any((folder / mark).exists() for mark in PROJECT_MARKS):
             return resolved.relative_to(folder).as_posix()
-    return resolved.name
+    root = resolved.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return resolved.relative_to(root).as_posix()

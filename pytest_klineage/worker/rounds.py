@@ -36,7 +36,7 @@ from pytest_klineage.records.messages import (
     Sample,
     Stop,
 )
-from pytest_klineage.worker.host.arena import OracleArena, is_poison, poison
+from pytest_klineage.worker.host.arena import OracleArena, as_integers, is_poison, poison
 from pytest_klineage.worker.host.scheduling import waited_ns
 from pytest_klineage.worker.problems import Disguised, Plain
 
@@ -154,9 +154,7 @@ class Player:
     ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
         nonce = secrets.randbits(48)
         request = Run(arena=arena_index, slot=slot, nonce=nonce)
-        flat = {
-            name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
-        }
+        flat = {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
         waited = self._waited_ns()
         started = time.perf_counter_ns()
@@ -277,8 +275,15 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in order, as integers: few operations know 8-bit floats."""
+    return as_integers(tensor.as_strided((storage_extent(tensor),), (1,)))
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bitwise equality, NaN included."""
+    if left.element_size() == 1:
+        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
     if torch.equal(left, right):
         return True
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
@@ -318,7 +323,7 @@ def compare(
             )
     for name, (where, seen) in early.items():
         live = arena.outputs(slot)[name]
-        settled = live.as_strided((storage_extent(live),), (1,))[where]
+        settled = flat_bits(live)[where]
         if not same_bits(seen, settled):
             message = f"output {name} still changed after the call had returned"
             reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))
