@@ -20,7 +20,7 @@ PACKAGE = ROOT / "pytest_klineage"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 FLOORS = (
-    ("errors", "channel"),
+    ("errors", "channel", "extensions"),
     ("records",),
     ("operators", "references", "surfaces", "results"),
     ("gate", "formats", "report"),
@@ -34,6 +34,7 @@ LAB_FLOORS = (("llm", "library"), ("optimizers", "external"), ("induction",), ("
 """The same inside of the laboratory."""
 NARROWER = {
     "channel": {"errors"},
+    "extensions": {"errors"},
     "report": {"results", "records", "errors"},
     "worker": {"errors", "channel", "records", "operators", "references", "surfaces"},
 }

@@ -140,7 +140,27 @@ def run_cases(arguments: argparse.Namespace) -> int:
             _say(f"  {tier} shape: {case.dtype}: {sizes}\n")
             if tier == "cpu":
                 _say("".join(f"    {line}\n" for line in _arguments(operator, case)))
+    _say("".join(f"{line}\n" for line in _extension_lines()))
     return OK
+
+
+def _extension_lines() -> list[str]:
+    """Operators and references of other packages, with the package that each comes from."""
+    from pytest_klineage.extensions import extensions
+    from pytest_klineage.operators import OpenOperator, operator
+
+    lines = []
+    for name, extension in extensions("operators").items():
+        found = operator(name)
+        lines += [name, f"  package:  {extension.package}", f"  axes:     {', '.join(found.axes)}",
+                  f"  dtypes:   {', '.join(found.dtypes)}"]  # fmt: skip
+        lines += [f"  option:   {option} = {', '.join(map(str, values))}" for option, values in found.options.items()]
+        if isinstance(found, OpenOperator):
+            lines.append(f"  tensors:  {found.line.text}")
+            lines.append("  compared: torch, torch.compile, package.module:function")
+    for name, extension in extensions("references").items():
+        lines += [f"reference {name}", f"  package:  {extension.package}"]
+    return lines
 
 
 def _arguments(operator: Operator, case: KernelCase) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.definition import DefinitionFile
 from pytest_klineage.records.signature import Arena
 from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
@@ -40,6 +41,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Of a reference that has been chosen already; empty to compare its variants."""
     variant_ms: float = 0.0
     """Its median when it was compared, in milliseconds; 0 where that is not known."""
+    definition: DefinitionFile = DefinitionFile()
+    """Where a reference finds the case's definition and its own function. A candidate's is empty."""
 
 
 # --- oracle to worker -------------------------------------------------------------------------------------------------
@@ -193,6 +196,8 @@ class OpenCase(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seeds: int
     flush_bytes: int
     threads: int
+    definition: DefinitionFile = DefinitionFile()
+    """Where the case's definition is imported from."""
     device: str = "cpu"
     """Where inputs, answers and shared memory lie: "cpu" or "cuda"."""
 
@@ -265,6 +270,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     min_bytes: float
     seconds: float
     settings: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):

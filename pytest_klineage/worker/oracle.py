@@ -16,7 +16,8 @@ import torch
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import KlineageError
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.resolve import adopt
 from pytest_klineage.records import Check, Code, Reason, Signature, is_at_the_edge
 from pytest_klineage.records.messages import (
     CANDIDATE_FRAME_BYTES,
@@ -93,6 +94,7 @@ class Oracle:
 
     def open_case(self, request: OpenCase) -> Opened:
         """Make the case's problems, or take them from an earlier judgement of the same case."""
+        adopt(request.case, request.definition)
         key = request_key(request)
         if request.device == "cuda" and self.blocks is None:
             self.blocks = start_on_gpu(self)
@@ -110,7 +112,7 @@ class Oracle:
         self.flush_bytes = request.flush_bytes
         if self.blocks is None and self.flush_buffer.numel() * 4 != request.flush_bytes:
             self.flush_buffer = torch.zeros(request.flush_bytes // 4)
-        case, chosen = request.case, operator(request.case.operator)
+        case, chosen = request.case, operator_of(request.case)
         return Opened(
             checks=self.problems.planned(),
             findings=tuple(self.problems.findings),
@@ -118,6 +120,7 @@ class Oracle:
             min_bytes=chosen.min_bytes(case),
             seconds=self.problems.seconds,
             settings={"oracle_torch": str(torch.__version__)},
+            notes=tuple(self.problems.notes),
         )
 
     def make_problems(self, request: OpenCase) -> ProblemSet:
@@ -138,9 +141,7 @@ class Oracle:
         channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
         self.detach(Detach(role=request.role))
         case = self.problem_set().case
-        signatures = [
-            operator(case.operator).signature(case.at_shape(shape)) for shape in (case.shape, *case.also_shapes)
-        ]
+        signatures = [operator_of(case).signature(case.at_shape(shape)) for shape in (case.shape, *case.also_shapes)]
         player, arenas = self.make_player(request.role, channel, signatures)
         self.players[request.role] = player
         return player.attach(arenas, request.deadline_s)
@@ -243,7 +244,8 @@ class Oracle:
 
     def next_view(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to."""
-        if not (fresh and problems.novel_is_cheap and self.schedule.novel_is_due()):
+        due = not problems.has_symmetry or (problems.novel_is_cheap and self.schedule.novel_is_due())
+        if not (fresh and due):
             return self.schedule.next(problems, fresh=fresh)
         torch.set_num_threads(self.threads)
         view = Plain(problems.novel())
@@ -334,4 +336,5 @@ def as_timed(reason: Reason) -> Reason:
 def request_key(request: OpenCase) -> bytes:
     """Identity of a case's problems."""
     return msgspec.json.encode((request.case.operator, request.case.shape, request.case.dtype, request.case.options,
-                                request.case.also_shapes, request.secret, request.seeds, request.device))  # fmt: skip
+                                request.case.also_shapes, request.case.definition, request.secret, request.seeds,
+                                request.device))  # fmt: skip

@@ -35,7 +35,7 @@ from pytest_klineage.records.messages import (
     Sample,
     Stop,
 )
-from pytest_klineage.worker.host.arena import OracleArena, is_poison, poison
+from pytest_klineage.worker.host.arena import OracleArena, as_integers, is_poison, poison
 from pytest_klineage.worker.host.scheduling import waited_ns
 from pytest_klineage.worker.problems import Disguised, Plain
 from pytest_klineage.worker.stopping import Stopper
@@ -174,9 +174,7 @@ class Player:
     ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
         nonce = secrets.randbits(48)
         request = Run(arena=arena_index, slot=slot, nonce=nonce)
-        flat = {
-            name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
-        }
+        flat = {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
         waited = self._waited_ns()
         started = time.perf_counter_ns()
@@ -262,7 +260,12 @@ class Player:
             arena.paint_guards()
             reasons.append(Reason(code=Code.OUT_OF_BOUNDS, message=f"memory beside {', '.join(names)} was overwritten"))
         if "input_integrity" in defences:
-            changed = [name for name, tensor in arena.inputs(slot).items() if not same_bits(tensor, view.inputs[name])]
+            overwritten = {item.spec.name for item in arena.arena.slots[slot].inout}
+            changed = [
+                name
+                for name, tensor in arena.inputs(slot).items()
+                if name not in overwritten and not same_bits(tensor, view.inputs[name])
+            ]
             if changed:
                 reasons.append(
                     Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}")
@@ -294,8 +297,15 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in order, as integers: few operations know 8-bit floats."""
+    return as_integers(tensor.as_strided((storage_extent(tensor),), (1,)))
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bitwise equality, NaN included."""
+    if left.element_size() == 1:
+        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
     if torch.equal(left, right):
         return True
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
@@ -335,7 +345,7 @@ def compare(
             )
     for name, (where, seen) in early.items():
         live = arena.outputs(slot)[name]
-        settled = live.as_strided((storage_extent(live),), (1,))[where]
+        settled = flat_bits(live)[where]
         if not same_bits(seen, settled):
             message = f"output {name} still changed after the call had returned"
             reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))

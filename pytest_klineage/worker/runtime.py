@@ -34,7 +34,7 @@ GPU_VARIABLES = (
 """What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
 """How many threads there are, and where OpenMP binds them."""
-REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")
 """Where a reference keeps what it has compiled. No candidate may write to these folders."""
 SYSTEM_PATHS = (
     "/usr",
@@ -184,9 +184,9 @@ def settings(job: Job) -> dict[str, str]:
     """Thread counts and flags in force, for the record."""
     report = {"threads": str(job.threads), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "")}
     if job.surface == "reference" and job.case is not None:
-        from pytest_klineage.references import reference
+        from pytest_klineage.references import reference_of
 
-        report.update(reference(job.case.reference).describe(job.case))
+        report.update(reference_of(job.case).describe(job.case))
     return report
 
 

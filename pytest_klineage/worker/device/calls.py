@@ -63,6 +63,8 @@ MAX_NAME = 240
 
 _tensor: Any = torch._C.TensorBase
 XOR: Callable[..., Any] = _tensor.bitwise_xor_
+COPY: Callable[..., Any] = _tensor.copy_
+EMPTY_LIKE: Callable[..., Any] = torch.empty_like
 """Taken before any candidate is imported."""
 
 
@@ -192,12 +194,34 @@ class DeviceMapping:
         self.slots = message.arena.slots
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
         self._masked = [[halves(tensor_view(self.memory, item)) for item in slot.inputs] for slot in self.slots]
+        self._inout = [[tensor_view(self.memory, item) for item in slot.inout] for slot in self.slots]
+        self._kept: dict[int, list[Any]] = {}
 
-    def prepare(self, slot: int, mask: int) -> None:
+    def keep(self, slot: int) -> None:
+        """Remember the inout tensors of a slot as they are before its first call of a block."""
+        if slot not in self._kept:
+            self._kept[slot] = [EMPTY_LIKE(tensor) for tensor in self._inout[slot]]
+        for copy, tensor in zip(self._kept[slot], self._inout[slot], strict=True):
+            COPY(copy, tensor)
+
+    def restore(self, slot: int) -> None:
+        """Give the inout tensors of a slot the contents that were kept: a further call starts from them."""
+        for copy, tensor in zip(self._kept.get(slot, ()), self._inout[slot], strict=True):
+            COPY(tensor, copy)
+
+    def preparation(self, slot: int, mask: int, *, first: bool, again: bool) -> Callable[[], None] | None:
+        """What is done, untimed, before a call: unmasking before a slot's first one, inout tensors before others."""
+        if not first:
+            return functools.partial(self.restore, slot) if self._inout[slot] else None
+        return functools.partial(self.prepare, slot, mask, keep=again)
+
+    def prepare(self, slot: int, mask: int, *, keep: bool = False) -> None:
         """Unmask the inputs of a slot, and convert them where a reference has a convention of its own."""
         if mask:
             for tensor in self._masked[slot]:
                 XOR(tensor, mask)
+        if keep and self._inout[slot]:
+            self.keep(slot)
         # A candidate's call has nothing of the kind.
         if before := getattr(self.calls[slot], "before", None):
             before()
@@ -282,7 +306,7 @@ class DeviceLoop(CallLoop):
         return sum(
             tensor.strides != item.spec.strides
             for place, tensors in self.returned
-            for item, tensor in zip(place.outputs, tensors, strict=True)
+            for item, tensor in zip(place.separate, tensors, strict=True)
         )
 
     def traced(self, request: RunBlock) -> tuple[list[tuple[int, int, str]], tuple[BlockReturned, list[Any]]]:
@@ -307,7 +331,8 @@ class DeviceLoop(CallLoop):
         seen: set[int] = set()
         started = time.perf_counter_ns()
         for events, slot in zip(moments, request.slots, strict=True):
-            prepare = None if slot in seen else functools.partial(mapping.prepare, slot, request.mask)
+            again = len(moments) > len(calls)
+            prepare = mapping.preparation(slot, request.mask, first=slot not in seen, again=again)
             seen.add(slot)
             results.append(clock.run(events, calls[slot], prepare, request.flush_bytes))
         clock.plan_head_start(time.perf_counter_ns() - started, len(moments))
@@ -327,7 +352,7 @@ class DeviceLoop(CallLoop):
         clock, mapping = self.clock, self.arenas[request.arena]
         calls = [self.invoke(mapping, slot) for slot in request.slots]
         for slot in set(request.slots):
-            mapping.prepare(slot, request.mask)
+            mapping.prepare(slot, request.mask, keep=True)
         for invoke in calls:
             invoke()
         clock.wait_for_all()
@@ -341,6 +366,8 @@ class DeviceLoop(CallLoop):
         graph.replay()
         moments = clock.moments(GRAPH_REPLAYS)
         for events in moments:
+            for slot in set(request.slots):
+                mapping.restore(slot)
             clock.mark(events.start)
             graph.replay()
             clock.mark(events.stop)
@@ -370,8 +397,10 @@ def code_of(error: BaseException) -> Code:
 
 
 def halves(tensor: Any) -> Any:
-    """A tensor's memory as 16-bit integers, the mask's size; every data type here is at least as wide."""
+    """A tensor's memory as 16-bit integers, the mask's size; an odd byte at the end is left out."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
+    if flat.element_size() == 1:
+        flat = flat.view(torch.uint8)[: flat.numel() // 2 * 2]
     return flat.view(torch.int16)
 
 

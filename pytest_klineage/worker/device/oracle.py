@@ -173,6 +173,8 @@ class Blocks:
         count = self._turn(role).arenas[0].num_slots
         if "fresh_inputs" not in request.defences:
             return [Plain(problems.timed[0])] * count, False
+        if not problems.has_symmetry:
+            return [Plain(problems.novel()) for _ in range(count)], True
         if oracle.schedule.novel_is_due():
             problem = problems.novel()
             return [Disguised(problem, f"{oracle.schedule.random.getrandbits(128):x}") for _ in range(count)], True

@@ -34,8 +34,8 @@ from pytest_klineage.worker.rounds import (
     Player,
     WorkerProblem,
     compare,
+    flat_bits,
     prepare,
-    storage_extent,
 )
 
 PROFILE_SLACK_S = 30.0
@@ -131,9 +131,7 @@ class EarlyLook:
     def __init__(self, arena: DeviceArena, slots: Sequence[int]) -> None:
         # The last call's first: nobody had less time to fill it in afterwards.
         self._flat = {
-            slot: {
-                name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
-            }
+            slot: {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
             for slot in dict.fromkeys(reversed(slots))
         }
         self._where = {

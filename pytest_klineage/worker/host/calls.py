@@ -84,6 +84,9 @@ class CallLoop:
         at_once, materialise = self.kernel.copied_under_the_clock, self._materialise
         tensors: tuple[ReturnedTensor, ...] = ()
         try:
+            # A reference may convert its inputs, untimed; a candidate's call has nothing of the kind.
+            if before := getattr(invoke, "before", None):
+                before()
             start = clock()
             result = invoke()
             if result is not None and at_once:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from pytest_klineage.records import Code, Slot
+from pytest_klineage.records import Code, Placement, Slot
 from pytest_klineage.records.messages import ReturnedTensor
+from pytest_klineage.references.functions import OutOfPlace
 from pytest_klineage.surfaces.base import MappedMemory, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
 
@@ -37,14 +38,18 @@ DETACH: Callable[..., Any] = _base.detach
 
 def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[ReturnedTensor, ...]:
     """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is amiss."""
-    tensors = returned_tensors(result)
-    if len(tensors) != len(slot.outputs):
-        raise SurfaceFailure(
-            Code.OUTPUT_COUNT, f"the kernel returned {len(tensors)} outputs, the operator has {len(slot.outputs)}"
-        )
+    out_of_place = type(result) is OutOfPlace
+    tensors = list(dict.values(result)) if out_of_place else returned_tensors(result)
+    separate = slot.separate
+    placements = slot.outputs if len(tensors) == len(slot.outputs) else separate
+    if len(tensors) != len(placements):
+        message = f"the kernel returned {len(tensors)} outputs, the operator has {len(separate)}"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
     found = []
-    for tensor, placement in zip(tensors, slot.outputs, strict=True):
+    for tensor, placement in zip(tensors, placements, strict=True):
         view = tensor_view(memory, placement)
+        if placement not in separate and not to_be_copied(tensor, view, placement, may_differ=out_of_place):
+            continue
         check(tensor, view, placement.spec.name)
         tensor = DETACH(tensor)
         strides = tuple(STRIDE(tensor))
@@ -68,6 +73,21 @@ def returned_tensors(result: Any) -> list[Any]:
         named = f"a {kind.__name__}, which is derived from {kind.__mro__[-2].__name__}"
         raise SurfaceFailure(Code.FAKE_TENSOR, f"the kernel returned {named}; return a plain tuple, list or dict")
     return [result]
+
+
+def to_be_copied(tensor: Any, view: torch.Tensor, placement: Placement, *, may_differ: bool) -> bool:
+    """Whether a result for an inout tensor has yet to be copied there: only a reference's may lie elsewhere.
+
+    Raises SurfaceFailure for a kernel that returns another tensor than the one that it was to overwrite.
+    """
+    name = placement.spec.name
+    check(tensor, view, name)
+    if DATA_PTR(tensor) == DATA_PTR(view) and STRIDE(tensor) == STRIDE(view):
+        return False
+    if not may_differ:
+        message = f"the kernel returned a new tensor for {name}, which it is to overwrite in place"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
+    return True
 
 
 def check(tensor: Any, view: torch.Tensor, name: str) -> None:

@@ -29,6 +29,7 @@ from pytest_klineage.worker.device.calls import (
     MAX_KERNELS,
     MAX_NAME,
     DeviceLoop,
+    DeviceMapping,
     by_name,
     code_of,
     covered_ns,
@@ -84,6 +85,35 @@ def test_a_mask_is_undone_by_itself(dtype: torch.dtype) -> None:
     assert not torch.equal(tensor, before)
     halves(tensor).bitwise_xor_(12345)
     assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_an_odd_byte_stays_unmasked(dtype: torch.dtype) -> None:
+    tensor = torch.arange(7).remainder(2).to(dtype)
+    before = tensor.view(torch.uint8).clone()
+    halves(tensor).bitwise_xor_(12345)
+    assert not torch.equal(tensor.view(torch.uint8)[:6], before[:6])
+    assert int(tensor.view(torch.uint8)[6]) == int(before[6])
+    halves(tensor).bitwise_xor_(12345)
+    assert torch.equal(tensor.view(torch.uint8), before)
+
+
+def test_inout_tensors_are_given_back_before_every_further_call() -> None:
+    mapping = DeviceMapping.__new__(DeviceMapping)
+    x, y = torch.ones(4), torch.zeros(4)
+    mapping._masked, mapping._inout, mapping._kept = [[halves(x)], [halves(y)]], [[x], []], {}
+    mapping.calls = [lambda: None, lambda: None]
+    halves(x).bitwise_xor_(77)
+    first = mapping.preparation(0, 77, first=True, again=True)
+    assert first is not None
+    first()
+    assert torch.equal(x, torch.ones(4))
+    x.add_(1)
+    further = mapping.preparation(0, 77, first=False, again=True)
+    assert further is not None
+    further()
+    assert torch.equal(x, torch.ones(4))
+    assert mapping.preparation(1, 0, first=False, again=True) is None
 
 
 @pytest.mark.parametrize(
@@ -144,8 +174,13 @@ def loop() -> Iterator[tuple[DeviceLoop, StandInClock, Channel]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     clock, oracle = StandInClock(), Channel(theirs)
     loop = DeviceLoop(Channel(ours), SimpleNamespace(copied_under_the_clock=True), clock)  # type: ignore[arg-type] # stand-ins
-    calls, slots = [lambda: None] * 2, [SimpleNamespace(outputs=())] * 2
-    loop.arenas.append(SimpleNamespace(calls=calls, slots=slots, prepare=lambda *_args: None, memory=None))
+    calls, slots = [lambda: None] * 2, [SimpleNamespace(outputs=(), separate=())] * 2
+    loop.arenas.append(
+        SimpleNamespace(
+            calls=calls, slots=slots, preparation=lambda *_args, **_named: None, prepare=lambda *_args, **_named: None,
+            restore=lambda *_args: None, memory=None,
+        )
+    )  # fmt: skip
     yield loop, clock, oracle
     loop.channel.close()
     oracle.close()
