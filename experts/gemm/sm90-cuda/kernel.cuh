@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) kernel(const __gri
     }
     if (threadIdx.x == C::kWarpgroups * 128) prefetch_tensor_map(&x.a), prefetch_tensor_map(&x.b);
     const Schedule<C> my(x);
-    if constexpr (C::kShare > 1) cluster_sync();
+    if constexpr (C::kShare > 1) cluster_sync_relaxed();
     else __syncthreads();
     if (producer) {
         if constexpr (C::kWarpgroups > 1) registers_decrease<40>();
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) kernel(const __gri
         consume<C>(x, my, base, full, empty);
         __syncwarp();
     }
-    if constexpr (C::kCluster > 1) cluster_sync();  // nobody leaves while a peer may still signal its barriers or read its sums
+    if constexpr (C::kCluster > 1) cluster_sync_relaxed();  // nobody leaves while a peer may still signal its barriers or read its sums
 }
 
 // --- host -------------------------------------------------------------------------------------------------------------
