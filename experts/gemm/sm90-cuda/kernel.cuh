@@ -2,8 +2,8 @@
 //
 // One producer thread brings slices of 64 k (128 bytes) by TMA into a ring of stages; one or two consumer warpgroups
 // multiply with wgmma. CTAs are persistent: a banded raster gives them tiles, and every second wave walks K backwards,
-// so that it starts with what is still in the L2 cache. A cluster of two shares one operand by multicast (each CTA loads
-// half and sends it to both), or the CTAs of a cluster split K and add their sums through distributed shared memory.
+// so that it starts with what is still in the L2 cache. A cluster shares operands by multicast (each CTA loads its part
+// and sends it to all that need it), or its CTAs split K and add their sums through distributed shared memory.
 // Results leave warp by warp through stmatrix and TMA stores; the last kDefer groups of them under the next tile's products.
 // Tails need no code: TMA fills with zeros what lies outside and does not store it.
 #pragma once
@@ -48,7 +48,6 @@ struct Config {
     static constexpr int kStages = kFits > 8 ? 8 : kFits;
     static constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStaging + kBarrierBytes;
     static constexpr int kPitch = kN + 8;  // floats of a row of partial sums: no bank conflicts
-    static_assert(kShareA == 1 || kShareB == 1, "one operand is shared");
     static_assert(kShare == 1 || kSplit == 1, "a cluster shares an operand or splits K");
     static_assert(kSplit == 1 || kM * kPitch * 4 <= kStages * kStageBytes, "partial sums fit the ring");
     static_assert(kDefer == 0 || kSplit == 1, "split tiles have no next tile");
@@ -59,37 +58,36 @@ struct Config {
 struct Arguments {
     CUtensorMap a, b, c;
     void *out;
-    int m, n, k, ldc, group, alternate, snake, wide_a, wide_b;
+    int m, n, k, ldc, group, alternate, snake, lag, wide_a, wide_b;
 };
 
 // Tiles in bands of `group` rows, column by column inside a band; with snake every second band backwards. A permutation.
 __device__ __forceinline__ int2 tile_at(int index, int rows, int columns, int group, int snake) {
-    const int band = index / (group * columns), inside = index % (group * columns), height = min(group, rows - band * group);
+    const int band = index / (group * columns), inside = index % (group * columns), height = max(1, min(group, rows - band * group));
     const int column = inside / height;
     return make_int2(band * group + inside % height, snake && band % 2 ? columns - 1 - column : column);
 }
 
-// One operand's slice of a stage: kExtent rows of K, or k rows of kExtent in blocks of 64 columns; with kShare 2 this CTA
-// brings the half `rank` (of the rows, or of the k) for both.
+// One operand's slice of a stage: kExtent rows of K, or k rows of kExtent in blocks of 64 columns; with kShare > 1 this CTA
+// brings only its `part` (of the rows, or of the k), for all CTAs of the mask.
 template <int kMajor, int kExtent, int kShare>
-__device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap *map, uint32_t full, int k, int at, int rank, bool wide) {
-    constexpr uint16_t kAll = (1 << kShare) - 1;
+__device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap *map, uint32_t full, int k, int at, int part, uint16_t ctas, bool wide) {
     if constexpr (kMajor == 0) {
         constexpr int kRows = kExtent / kShare;
         if constexpr (kShare == 1) tma_load_2d(to, map, full, k, at);
-        else tma_load_2d_multicast(to + rank * kRows * kRow, map, full, k, at + rank * kRows, kAll);
+        else tma_load_2d_multicast(to + part * kRows * kRow, map, full, k, at + part * kRows, ctas);
     } else {
         constexpr int kBlocks = (kExtent + 63) / 64, kDepth = kTileK / kShare;
-        to += rank * kBlocks * kDepth * kRow, k += rank * kDepth;
+        to += part * kBlocks * kDepth * kRow, k += part * kDepth;
         if (wide) {
             if constexpr (kShare == 1) tma_load_3d(to, map, full, 0, k, at / 64);
-            else tma_load_3d_multicast(to, map, full, 0, k, at / 64, kAll);
+            else tma_load_3d_multicast(to, map, full, 0, k, at / 64, ctas);
             return;
         }
 #pragma unroll
         for (int i = 0; i < kBlocks; ++i, to += kDepth * kRow)
             if constexpr (kShare == 1) tma_load_2d(to, map, full, at + 64 * i, k);
-            else tma_load_2d_multicast(to, map, full, at + 64 * i, k, kAll);
+            else tma_load_2d_multicast(to, map, full, at + 64 * i, k, ctas);
     }
 }
 
@@ -119,36 +117,40 @@ struct Ring {
 // What every role of a CTA knows: its tiles, and its part of K.
 template <class C>
 struct Schedule {
-    int rows, columns, first, stride, tiles, rank, begin, steps, group, snake;
+    int rows, columns, first, stride, tiles, rank, part_a, part_b, begin, steps, group, snake;
     __device__ __forceinline__ explicit Schedule(const Arguments &x) : group(x.group), snake(x.snake) {
         constexpr int kRows = C::kM * C::kShareB, kColumns = C::kN * C::kShareA;
         rows = (x.m + kRows - 1) / kRows, columns = (x.n + kColumns - 1) / kColumns, tiles = rows * columns;
         first = blockIdx.x / C::kCluster, stride = gridDim.x / C::kCluster, rank = blockIdx.x % C::kCluster;
+        part_a = C::kShareA > 1 ? rank % C::kShareA : 0, part_b = C::kShareB > 1 ? rank / C::kShareA : 0;
         const int all = (x.k + kTileK - 1) / kTileK, part = C::kSplit > 1 ? rank : 0;
         begin = all * part / C::kSplit, steps = all * (part + 1) / C::kSplit - begin;
     }
     // Row and column of C where this CTA's tile begins.
     __device__ __forceinline__ int2 at(int t) const {
         const int2 tile = tile_at(t, rows, columns, group, snake);
-        return make_int2((tile.x * C::kShareB + (C::kShareB > 1 ? rank : 0)) * C::kM, (tile.y * C::kShareA + (C::kShareA > 1 ? rank : 0)) * C::kN);
+        return make_int2((tile.x * C::kShareB + part_b) * C::kM, (tile.y * C::kShareA + part_a) * C::kN);
     }
+    // The CTAs that have this one's slice of A, and of B: rank = kShareA (place along M) + place along N.
+    __device__ __forceinline__ uint16_t same_a() const { return ((1 << C::kShareA) - 1) << (part_b * C::kShareA); }
+    __device__ __forceinline__ uint16_t same_b() const { return ((1 << C::kShare) - 1) / ((1 << C::kShareA) - 1) << part_a; }
 };
 
 template <class C>
-__device__ __forceinline__ void produce(const Arguments &x, const Schedule<C> &my, uint32_t base, uint32_t full, uint32_t empty) {
+__device__ __forceinline__ void produce(const Arguments &x, const Schedule<C> &my, int2 at, uint32_t base, uint32_t full, uint32_t empty) {
+    const uint16_t same_a = my.same_a(), same_b = my.same_b();
     Ring<C::kStages> ring;
     int backward = 0;
 #pragma unroll 1
-    for (int t = my.first; t < my.tiles; t += my.stride, backward ^= x.alternate) {
-        const int2 at = my.at(t);
+    for (int t = my.first; t < my.tiles; t += my.stride, backward ^= x.alternate, at = my.at(t)) {
 #pragma unroll 1
         for (int step = 0; step < my.steps; ++step, ring.advance()) {
             const int k = (my.begin + (backward ? my.steps - 1 - step : step)) * kTileK;
             const uint32_t to = base + ring.stage * C::kStageBytes, barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
             mbarrier_arrive_expect(barrier, C::kStageBytes);
-            load_operand<C::kMajorA, C::kM, C::kShareA>(to, &x.a, barrier, k, at.x, my.rank, x.wide_a);
-            load_operand<C::kMajorB, C::kN, C::kShareB>(to + C::kBytesA, &x.b, barrier, k, at.y, my.rank, x.wide_b);
+            load_operand<C::kMajorA, C::kM, C::kShareA>(to, &x.a, barrier, k, at.x, my.part_a, same_a, x.wide_a);
+            load_operand<C::kMajorB, C::kN, C::kShareB>(to + C::kBytesA, &x.b, barrier, k, at.y, my.part_b, same_b, x.wide_b);
         }
     }
 }
@@ -284,8 +286,13 @@ __device__ __forceinline__ void consume(const Arguments &x, const Schedule<C> &m
     Ring<C::kStages> ring;
 #pragma unroll 1
     for (int t = my.first; t < my.tiles; t += my.stride) {
-        const int2 at = my.at(t);
-        multiply<C>(sum, my.steps, ring, a, b, full, empty_mapped, target < C::kShare, store_late);
+        int2 at;
+        if (C::kWarpgroups == 2 && x.lag && group == 1) named_barrier_sync(2, 256);
+        multiply<C>(sum, my.steps, ring, a, b, full, empty_mapped, target < C::kShare, [&](int step) {
+            if (C::kWarpgroups == 2 && group == 0 && step == x.lag - 1) named_barrier_arrive(2, 256);
+            if (step == 0) at = my.at(t);  // the divisions run under the products
+            store_late(step);
+        });
         if constexpr (C::kSplit > 1) {
             reduce_split<C>(x, sum, base, at);
             return;  // one tile for each cluster
@@ -318,11 +325,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) kernel(const __gri
     }
     if (threadIdx.x == C::kWarpgroups * 128) prefetch_tensor_map(&x.a), prefetch_tensor_map(&x.b);
     const Schedule<C> my(x);
+    int2 at = my.at(my.first);  // before the barrier, where everyone waits anyway
+    asm volatile("" : "+r"(at.x), "+r"(at.y));
     if constexpr (C::kShare > 1) cluster_sync_relaxed();
     else __syncthreads();
     if (producer) {
         if constexpr (C::kWarpgroups > 1) registers_decrease<40>();
-        if (threadIdx.x == C::kWarpgroups * 128) produce<C>(x, my, base, full, empty);
+        if (threadIdx.x == C::kWarpgroups * 128) produce<C>(x, my, at, base, full, empty);
         __syncwarp();
         if constexpr (C::kSplit > 1) cluster_sync();
     } else {
@@ -344,19 +353,21 @@ struct Problem {
     cudaStream_t stream;
 };
 
-// How tiles are walked: see Arguments; ctas: how many are resident, all of them when the tiles are split.
+// How tiles are walked: see Arguments; ctas: how many are resident, all of them when the tiles are split. lag: by how many
+// steps the second warpgroup starts a tile later, so that one multiplies while the other one stores.
 struct Walk {
-    int group = 8, alternate = 1, snake = 0, ctas = 132;
+    int group = 8, alternate = 1, snake = 0, ctas = 132, lag = 0;
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
 // The map of an operand with `extent` rows or columns; wide: blocks of 64 columns as a third dimension.
 template <class T, int kMajor, int kExtent, int kShare>
-const char *operand_map(CUtensorMap *map, const void *data, int extent, int k, int64_t ld, int *wide) {
+const char *operand_map(CUtensorMap *map, const void *data, int extent, int k, int64_t ld, CUtensorMapL2promotion promotion, int *wide) {
     const cuuint64_t bytes = cuuint64_t(ld) * sizeof(T), rows = extent, depth = k;
     *wide = kMajor == 1 && kExtent % 64 == 0 && extent % 64 == 0;
-    if (kMajor == 0) return encode_tiled<T, 2>(map, data, {depth, rows}, {bytes}, {64, kExtent / kShare});
-    if (!*wide) return encode_tiled<T, 2>(map, data, {rows, depth}, {bytes}, {64, kTileK / kShare});
-    return encode_tiled<T, 3>(map, data, {64, depth, rows / 64}, {bytes, 128}, {64, kTileK / kShare, (kExtent + 63) / 64});
+    if (kMajor == 0) return encode_tiled<T, 2>(map, data, {depth, rows}, {bytes}, {64, kExtent / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+    if (!*wide) return encode_tiled<T, 2>(map, data, {rows, depth}, {bytes}, {64, kTileK / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+    return encode_tiled<T, 3>(map, data, {64, depth, rows / 64}, {bytes, 128}, {64, kTileK / kShare, (kExtent + 63) / 64}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
 }
 
 // Starts a configuration on a problem. Returns nullptr, or why it cannot.
@@ -366,10 +377,11 @@ const char *start(const Problem &p, const Walk &walk) {
     Arguments x = {};
     x.out = p.c, x.m = p.m, x.n = p.n, x.k = p.k, x.ldc = int(p.ldc);
     x.group = walk.group, x.alternate = walk.alternate, x.snake = walk.snake;
+    x.lag = p.k >= C::kStages * kTileK && C::kWarpgroups == 2 && C::kSplit == 1 ? min(walk.lag, C::kStages - 1) : 0;  // never twice ahead
     if (C::kDefer && p.k < (C::kDefer + 1) * kTileK) return "gemm: K is too small for a deferred epilogue";
     if (p.k <= (C::kSplit - 1) * kTileK) return "gemm: K is too small to be split";
-    if (const char *why = operand_map<T, C::kMajorA, C::kM, C::kShareA>(&x.a, p.a, p.m, p.k, p.lda, &x.wide_a)) return why;
-    if (const char *why = operand_map<T, C::kMajorB, C::kN, C::kShareB>(&x.b, p.b, p.n, p.k, p.ldb, &x.wide_b)) return why;
+    if (const char *why = operand_map<T, C::kMajorA, C::kM, C::kShareA>(&x.a, p.a, p.m, p.k, p.lda, walk.promotion, &x.wide_a)) return why;
+    if (const char *why = operand_map<T, C::kMajorB, C::kN, C::kShareB>(&x.b, p.b, p.n, p.k, p.ldb, walk.promotion, &x.wide_b)) return why;
     if (const char *why = encode_tiled<T, 2>(&x.c, p.c, {cuuint64_t(p.n), cuuint64_t(p.m)}, {cuuint64_t(p.ldc) * sizeof(T)}, {C::kBoxN, 16},
                                              C::kBoxN == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B))
         return why;
