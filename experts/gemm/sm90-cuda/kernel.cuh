@@ -8,6 +8,7 @@
 // Tails need no code: TMA fills with zeros what lies outside and does not store it.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -15,7 +16,6 @@
 #include "klineage/sm90/v1/cluster.cuh"
 #include "klineage/sm90/v1/ldmatrix.cuh"
 #include "klineage/sm90/v1/mbarrier.cuh"
-#include "klineage/sm90/v1/tensor_map.cuh"
 #include "klineage/sm90/v1/tma.cuh"
 #include "klineage/sm90/v1/wgmma.cuh"
 
@@ -340,55 +340,6 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) kernel(const __gri
         __syncwarp();
     }
     if constexpr (C::kCluster > 1) cluster_sync_relaxed();  // nobody leaves while a peer may still signal its barriers or read its sums
-}
-
-// --- host -------------------------------------------------------------------------------------------------------------
-
-// The matrices, their leading dimensions in elements, and the stream.
-struct Problem {
-    const void *a, *b;
-    void *c;
-    int m, n, k;
-    int64_t lda, ldb, ldc;
-    cudaStream_t stream;
-};
-
-// How tiles are walked: see Arguments; ctas: how many are resident, all of them when the tiles are split. lag: by how many
-// steps the second warpgroup starts a tile later, so that one multiplies while the other one stores.
-struct Walk {
-    int group = 8, alternate = 1, snake = 0, ctas = 132, lag = 0;
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
-};
-
-// The map of an operand with `extent` rows or columns; wide: blocks of 64 columns as a third dimension.
-template <class T, int kMajor, int kExtent, int kShare>
-const char *operand_map(CUtensorMap *map, const void *data, int extent, int k, int64_t ld, CUtensorMapL2promotion promotion, int *wide) {
-    const cuuint64_t bytes = cuuint64_t(ld) * sizeof(T), rows = extent, depth = k;
-    *wide = kMajor == 1 && kExtent % 64 == 0 && extent % 64 == 0;
-    if (kMajor == 0) return encode_tiled<T, 2>(map, data, {depth, rows}, {bytes}, {64, kExtent / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
-    if (!*wide) return encode_tiled<T, 2>(map, data, {rows, depth}, {bytes}, {64, kTileK / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
-    return encode_tiled<T, 3>(map, data, {64, depth, rows / 64}, {bytes, 128}, {64, kTileK / kShare, (kExtent + 63) / 64}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
-}
-
-// Starts a configuration on a problem. Returns nullptr, or why it cannot.
-template <class C>
-const char *start(const Problem &p, const Walk &walk) {
-    using T = typename C::T;
-    Arguments x = {};
-    x.out = p.c, x.m = p.m, x.n = p.n, x.k = p.k, x.ldc = int(p.ldc);
-    x.group = walk.group, x.alternate = walk.alternate, x.snake = walk.snake;
-    x.lag = p.k >= C::kStages * kTileK && C::kWarpgroups == 2 && C::kSplit == 1 ? min(walk.lag, C::kStages - 1) : 0;  // never twice ahead
-    if (C::kDefer && p.k < (C::kDefer + 1) * kTileK) return "gemm: K is too small for a deferred epilogue";
-    if (p.k <= (C::kSplit - 1) * kTileK) return "gemm: K is too small to be split";
-    if (const char *why = operand_map<T, C::kMajorA, C::kM, C::kShareA>(&x.a, p.a, p.m, p.k, p.lda, walk.promotion, &x.wide_a)) return why;
-    if (const char *why = operand_map<T, C::kMajorB, C::kN, C::kShareB>(&x.b, p.b, p.n, p.k, p.ldb, walk.promotion, &x.wide_b)) return why;
-    if (const char *why = encode_tiled<T, 2>(&x.c, p.c, {cuuint64_t(p.n), cuuint64_t(p.m)}, {cuuint64_t(p.ldc) * sizeof(T)}, {C::kBoxN, 16},
-                                             C::kBoxN == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B))
-        return why;
-    constexpr int kRows = C::kM * C::kShareB, kColumns = C::kN * C::kShareA;
-    const int tiles = (p.m + kRows - 1) / kRows * ((p.n + kColumns - 1) / kColumns);
-    const int resident = C::kSplit > 1 ? tiles : min(tiles, walk.ctas * C::kCtasPerSm / C::kCluster);
-    return launch(kernel<C>, {dim3(resident * C::kCluster), dim3(C::kThreads), C::kSharedBytes, p.stream, C::kCluster}, x);
 }
 
 }  // namespace gemm
