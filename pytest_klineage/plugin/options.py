@@ -21,7 +21,6 @@ MODES = ("gate", "record")
 STAGES = ("all", "compile")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRESS = ("auto", "on", "off")
-LLM_BACKENDS = ("none", "anthropic", "command", "exchange", "replay")
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
 
@@ -186,20 +185,6 @@ OPTIONS = (
         "Write the comparisons and the table of this run to FILE as Markdown (default with the options above: what"
         " $GITHUB_STEP_SUMMARY names)",
     ),
-    Option(
-        "llm", "BACKEND", one_of(*LLM_BACKENDS),
-        "Language model of suites that need one: none, anthropic, command, exchange or replay (default: none)",
-    ),
-    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where nobody is paid"),
-    Option("budget", "USD", number(float, 0), "Dollars that one optimization may spend (default: 10)"),
-    Option("prices", "FILE", word, "Price table of your own, over the shipped one"),
-    Option("command", "PROGRAM", word, "With --klineage-llm=command: reads a prompt on its input, prints the reply"),
-    Option("exchange", "DIR", word, "With --klineage-llm=exchange: prompts go out to DIR/<name>/, replies come in"),
-    Option(
-        "trajectories", "DIR", word,
-        "Where trajectories are written, or replayed from (default: trajectories in --klineage-results)",
-    ),
-    Option("resume", "NAME", word, "Go on with the trajectories that match NAME, such as gemm/1, 'gemm/*' or all"),
 )  # fmt: skip
 
 GATE_KEYS = {
@@ -222,11 +207,8 @@ GATE_KEYS = {
     "run-timeout": "run_timeout_s",
 }
 """Options that are settings of the gate, and what the gate calls them."""
-LLM_NAMES = ("llm", "model", "budget", "prices", "command", "exchange", "trajectories", "resume")
-"""Options of plugin/models.py."""
-LLM_PATHS = ("prices", "exchange", "trajectories")
 COMPARING_NAMES = ("save", "compare", "compare-fail", "base", "summary")
-"""Options of plugin/baselines.py."""
+"""Options of plugin/comparison/baselines.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,16 +227,14 @@ class Settings:
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for GateSettings: only what the user gave."""
-    llm: dict[str, Any] = field(default_factory=dict)
-    """What the user gave of LLM_NAMES."""
     given: tuple[str, ...] = ()
     """Names of the options that the user gave, on the command line or in the ini file."""
 
 
-def add_options(parser: pytest.Parser) -> None:
-    """Register every option and its ini twin. Defaults are None, or the ini file would never win."""
+def add_options(parser: pytest.Parser, options: Sequence[Option] = OPTIONS) -> None:
+    """Register options and their ini twins. Defaults are None, or the ini file would never win."""
     group = parser.getgroup("klineage", "gate for kernels (pytest-klineage)")
-    for option in OPTIONS:
+    for option in options:
         value: dict[str, Any] = {"action": "store_true"}
         if option.metavar:
             action = "append" if option.repeatable else "store"
@@ -290,30 +270,24 @@ def read_settings(config: pytest.Config) -> Settings:
         gate["sanitize"] = tuple(name for name in SANITIZERS if name in asked or "all" in asked)
     for name in ("cache-dir", "artifacts"):
         if values[name] is not None:
-            gate[GATE_KEYS[name]] = _path(config, name, values[name])
+            gate[GATE_KEYS[name]] = given_path(config, name, values[name])
     return Settings(
         platform=values["platform"] or "auto",
         mode=values["mode"] or "gate",
-        results=_path(config, "results", values["results"] or str(config.rootpath / "results")),
+        results=given_path(config, "results", values["results"] or str(config.rootpath / "results")),
         run_name=values["run"] or "",
         methods=_unique(values["method"] or ["expert"]),
         progress=values["progress"] or "auto",
-        json=_path(config, "json", values["json"]) if values["json"] else None,
+        json=given_path(config, "json", values["json"]) if values["json"] else None,
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
-        llm={
-            name: _path(config, name, values[name]) if name in LLM_PATHS else values[name]
-            for name in given
-            if name in LLM_NAMES
-        },
         given=given,
     )
 
 
-def _path(config: pytest.Config, name: str, text: str) -> Path:
+def given_path(config: pytest.Config, name: str, text: str) -> Path:
     """A path from the command line is relative to where pytest was started, one from the ini file to the ini file."""
-    key = next(option.key for option in OPTIONS if option.name == name)
-    from_ini = config.getoption(key) is None
+    from_ini = config.getoption(f"klineage_{name.replace('-', '_')}") is None
     base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
     return (base / Path(text).expanduser()).absolute()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,7 +60,7 @@ class KlineageSession:
         """
         if not self._platform:
             from pytest_klineage.gate import resolve_platform
-            from pytest_klineage.gate.gpus import gpus_for
+            from pytest_klineage.gate.host.gpus import gpus_for
 
             found = resolve_platform(self.settings.platform)
             if found != "cpu" and self.settings.gate.get("stage") != "compile" and not self.is_worker:
@@ -95,6 +96,11 @@ class KlineageSession:
 
             self._progress = make_progress(self.config, self.settings.progress)
         return self._progress
+
+    def note_given(self, names: tuple[str, ...]) -> None:
+        """Count options of another plugin as given, and check what there is to check. Raises pytest.UsageError."""
+        self.settings = replace(self.settings, given=(*self.settings.given, *names))
+        self.check()
 
     def check(self) -> None:
         """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.gate import gpus
+from pytest_klineage.gate.host import gpus
+from pytest_klineage.lab.plugin import OPTIONS as LAB_OPTIONS
 from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_value, read_settings
 from pytest_klineage.plugin.session import KlineageSession
 
+ALL = OPTIONS + LAB_OPTIONS
 SAMPLES: dict[str, tuple[str, Any]] = {
     "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
@@ -74,11 +76,11 @@ UNKNOWN = {
 
 
 def named(name: str) -> Option:
-    return next(option for option in OPTIONS if option.name == name)
+    return next(option for option in ALL if option.name == name)
 
 
 def test_every_option_has_a_sample() -> None:
-    assert set(SAMPLES) == {option.name for option in OPTIONS}
+    assert set(SAMPLES) == {option.name for option in ALL}
 
 
 @pytest.mark.parametrize("name", SAMPLES)
