@@ -43,8 +43,8 @@ MEMORY_ORDER = {"n": (0, 1), "t": (1, 0)}
 class Gemm(Operator):
     """Dense matrix product. Axes M, N, K; inputs a[M,K], b[K,N]; output c[M,N], row-major.
 
-    Layout has a letter for a and one for b: shapes stay the same, and with t the operand has the strides of a transposed
-    row-major matrix. A linear layer's weight[N,K] is a b of layout nt.
+    Layout has a letter for a and one for b: shapes stay the same, and with t the operand has the strides of a
+    transposed row-major matrix. A linear layer's weight[N,K] is a b of layout nt.
     """
 
     name: ClassVar[str] = "gemm"
