@@ -6,6 +6,7 @@ Nothing here imports the gate: whether a platform, policy or method exists is ch
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,14 @@ def number(kind: type[int] | type[float], least: float, *, above: bool = False, 
         return value
 
     return parse
+
+
+def size(text: str) -> int:
+    """A parser that takes bytes, with a binary suffix or none: 64M, 1G, 0."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.I)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64M, 1G or 0")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]
 
 
 def word(text: str) -> str:
@@ -149,11 +158,20 @@ OPTIONS = (
         "on a GPU 1 allows other processes on it",
     ),
     Option(
+        "spread-limit", "X", number(float, 1, above=True),
+        "Factor between the quartiles of a side's times above which a verdict is inconclusive (default: 2)",
+    ),
+    Option(
         "seed", "TEXT", word,
         "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option(
+        "flush", "SIZE", size,
+        "Bytes to write between two timed calls, such as 64M, so that each starts from memory; on a CPU 0 for warm"
+        " caches (default: what the case can have in the caches; on a GPU 256M)",
+    ),
     Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
@@ -198,9 +216,11 @@ GATE_KEYS = {
     "confidence": "confidence",
     "time-limit": "time_limit_s",
     "busy-limit": "busy_limit",
+    "spread-limit": "spread_limit",
     "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",
+    "flush": "flush_bytes",
     "cache-dir": "cache_dir",
     "build-timeout": "build_timeout_s",
     "load-timeout": "load_timeout_s",

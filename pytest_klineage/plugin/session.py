@@ -115,13 +115,14 @@ class KlineageSession:
 
     def judge(
         self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None,
-        platforms: tuple[str, ...] = (), title: str = "",
+        platforms: tuple[str, ...] = (), title: str = "", precision: float | None = None,
     ) -> Verdict:  # fmt: skip
         """The gate's verdict, with `title` on the progress line meanwhile. Raises KlineageError."""
+        given = {} if precision is None else {"precision": precision}
         if self.progress is not None:
             self.progress.begin(title or f"{case.id} {source.label}".rstrip())
         try:
-            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms)
+            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms, **given)
         finally:
             if self.progress is not None:
                 self.progress.end()
