@@ -1,8 +1,10 @@
 // Dense GEMM for sm_90a: c[M,N] = a[M,K] b[K,N] in bf16 or fp16 with fp32 sums; a and b row-major or column-major.
 //
 // kernel.cuh holds the kernel as a template, launch.cuh starts it. Here are the configurations that are built, and the choice among them: the
-// smallest estimate of the time, from each one's time for a step of 64 k and for a tile's end, measured on an H200. Tiles are
-// counted in waves, so that a shape takes the tile that fills its last wave best.
+// smallest estimate of the time, from each one's time for a step of 64 k and for a tile's end, fitted to measurements on an H200. Tiles are
+// counted in waves of the clusters that the device holds, so that a shape takes the tile that fills its last wave best.
+#include <cmath>
+
 #include "klineage.h"
 #include "launch.cuh"
 
@@ -11,69 +13,91 @@ using gemm::Config;
 using gemm::Problem;
 using gemm::Walk;
 
-// A configuration and its measured times in microseconds: a step of 64 k, and the end of a tile.
+// A configuration and its measured times in microseconds: a step of 64 k, and the end of a tile. A step takes `misaligned` times as long for
+// each of a and b whose rows do not all start at multiples of 128 bytes.
 struct Plan {
-    int rows, columns, cluster, split, ctas_per_sm, least_k;  // rows and columns of C that a cluster computes
-    float step, tile;
+    int rows, columns, split, least_k;  // rows and columns of C that a cluster computes
+    float step, tile, misaligned;
+    bool deferred;
+    int (*resident)();
     const char *(*start)(const Problem &, const Walk &);
 };
 
 template <class C>
-constexpr Plan plan(float step, float tile) {
-    return {C::kM * C::kShareB, C::kN * C::kShareA, C::kCluster, C::kSplit, C::kCtasPerSm,
-            C::kSplit > 1 ? C::kSplit * 2 * gemm::kTileK : C::kDefer ? (C::kDefer + 1) * gemm::kTileK : 1, step, tile, gemm::start<C>};
+constexpr Plan plan(float step, float tile, float misaligned) {
+    return {C::kM * C::kShareB, C::kN * C::kShareA, C::kSplit,
+            C::kSplit > 1 ? C::kSplit * 2 * gemm::kTileK : C::kDefer ? (C::kDefer + 1) * gemm::kTileK : 1,
+            step, tile, misaligned, C::kDefer > 0, gemm::resident_clusters<C>, gemm::start<C>};
 }
 
 constexpr float kMegabytesPerMicrosecond = 4.0f;  // of the device's memory
+constexpr int kLine = 64;                         // elements of 128 bytes
 
-// Estimated microseconds of a plan on a device of `sms` multiprocessors. Where memory decides, the shorter computation wins.
-float estimate(const Plan &plan, const Problem &p, int sms) {
+// Estimated microseconds of a plan, infinite where it cannot run. Where memory decides, the shorter computation wins.
+float estimate(const Plan &plan, const Problem &p) {
+    const int held = plan.resident();
+    if (held < 1 || p.k < plan.least_k) return INFINITY;
     const int64_t clusters = int64_t((p.m + plan.rows - 1) / plan.rows) * ((p.n + plan.columns - 1) / plan.columns);
-    const int64_t held = sms * plan.ctas_per_sm / plan.cluster, waves = (clusters + held - 1) / held;
+    const int64_t waves = (clusters + held - 1) / held;
     const int steps = ((p.k + gemm::kTileK - 1) / gemm::kTileK + plan.split - 1) / plan.split;
-    const float computing = float(waves) * (float(steps) * plan.step + plan.tile);
+    const float slower = (p.lda % kLine ? plan.misaligned : 1.0f) * (p.ldb % kLine ? plan.misaligned : 1.0f);
+    const float computing = float(waves) * (float(steps) * plan.step * slower + plan.tile);
     const float elements = float(p.m) * p.k + float(p.k) * p.n + float(p.m) * p.n;
     return fmaxf(computing, elements * 2e-6f / kMegabytesPerMicrosecond) + 0.1f * computing;
 }
 
+// A box of misaligned rows reads parts of lines, so that 256 bytes at once would fetch lines that others fetch again.
+Walk walk_of(const Plan &plan, const Problem &p) {
+    Walk walk;
+    if (plan.deferred && (p.lda % kLine || p.ldb % kLine)) walk.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    return walk;
+}
+
 template <int kCount>
-const char *start_best(const Problem &p, int sms, const Plan (&plans)[kCount]) {
+const char *start_best(const Problem &p, const Plan (&plans)[kCount]) {
     const Plan *best = nullptr;
-    for (const Plan &plan : plans)
-        if (p.k >= plan.least_k && (best == nullptr || estimate(plan, p, sms) < estimate(*best, p, sms))) best = &plan;
-    return best->start(p, Walk{});
+    float least = INFINITY;
+    for (const Plan &plan : plans) {
+        const float time = estimate(plan, p);
+        if (time < least) best = &plan, least = time;
+    }
+    return best ? best->start(p, walk_of(*best, p)) : "gemm: the device holds no cluster of any size that is built";
 }
 
 // What is built for a type and a layout: more tiles where both operands are row-major, as most callers have them.
 template <class T, int kA, int kB>
-const char *run_best(const Problem &p, int sms) {
+const char *run_best(const Problem &p) {
     static constexpr Plan plans[] = {
-        plan<Config<T, 128, 256, 2, 1, 2, 1, 1, kA, kB>>(0.70f, 0.7f),
-        plan<Config<T, 128, 128, 2, 1, 2, 1, 0, kA, kB>>(0.42f, 1.0f),
-        plan<Config<T, 64, 128, 1, 1, 1, 1, 0, kA, kB>>(0.25f, 0.8f),
+        plan<Config<T, 128, 256, 2, 1, 2, 1, 1, kA, kB>>(0.644f, 0.52f, 1.0f),
+        plan<Config<T, 128, 128, 2, 1, 2, 1, 0, kA, kB>>(0.37f, 0.6f, 1.2f),
+        plan<Config<T, 64, 128, 1, 1, 1, 1, 0, kA, kB>>(0.205f, 0.75f, 1.6f),
+        plan<Config<T, 64, 128, 1, 1, 1, 4, 0, kA, kB>>(0.32f, 3.5f, 1.1f),
     };
-    return start_best(p, sms, plans);
+    return start_best(p, plans);
 }
 template <class T>
-const char *run_rows(const Problem &p, int sms) {
+const char *run_rows(const Problem &p) {
     static constexpr Plan plans[] = {
-        plan<Config<T, 128, 256, 2, 1, 2, 1, 1>>(0.70f, 0.7f),
-        plan<Config<T, 128, 224, 2, 1, 2, 1, 1>>(0.63f, 0.7f),
-        plan<Config<T, 128, 192, 2, 1, 2, 1, 1>>(0.54f, 0.7f),
-        plan<Config<T, 128, 160, 2, 1, 2, 1, 1>>(0.48f, 0.7f),
-        plan<Config<T, 128, 128, 2, 1, 2, 1, 0>>(0.42f, 1.0f),
-        plan<Config<T, 128, 128, 2, 1, 1, 1, 0>>(0.43f, 1.0f),
-        plan<Config<T, 64, 256, 1, 1, 1, 1, 0>>(0.42f, 1.0f),
-        plan<Config<T, 64, 128, 1, 1, 1, 1, 0>>(0.25f, 0.8f),
-        plan<Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 1, 2>>(0.27f, 0.6f),
+        plan<Config<T, 128, 256, 2, 1, 2, 1, 1>>(0.644f, 0.52f, 1.0f),
+        plan<Config<T, 128, 224, 2, 1, 2, 1, 1>>(0.578f, 0.42f, 1.08f),
+        plan<Config<T, 128, 192, 2, 1, 2, 1, 1>>(0.489f, 0.42f, 1.08f),
+        plan<Config<T, 128, 160, 2, 1, 2, 1, 1>>(0.417f, 1.0f, 1.2f),
+        plan<Config<T, 256, 128, 2, 1, 2, 1, 1>>(0.644f, 0.94f, 1.1f),
+        plan<Config<T, 128, 192, 2, 2, 2, 1, 1>>(0.49f, 0.5f, 1.0f),
+        plan<Config<T, 128, 128, 2, 2, 2, 1, 0>>(0.36f, 1.2f, 1.05f),
+        plan<Config<T, 128, 128, 2, 1, 1, 1, 0>>(0.36f, 0.6f, 1.2f),
+        plan<Config<T, 64, 128, 1, 1, 1, 1, 0>>(0.205f, 0.75f, 1.6f),
+        plan<Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 1, 2>>(0.24f, 0.42f, 1.6f),
+        plan<Config<T, 64, 128, 1, 1, 1, 2, 0>>(0.312f, 1.85f, 1.1f),
+        plan<Config<T, 64, 256, 1, 1, 1, 4, 0>>(0.563f, 3.67f, 1.3f),
     };
-    return start_best(p, sms, plans);
+    return start_best(p, plans);
 }
 
 template <class T>
-const char *run_layout(const Problem &p, int major_a, int major_b, int sms) {
-    if (major_a == 0) return major_b ? run_rows<T>(p, sms) : run_best<T, 0, 0>(p, sms);
-    return major_b ? run_best<T, 1, 1>(p, sms) : run_best<T, 1, 0>(p, sms);
+const char *run_layout(const Problem &p, int major_a, int major_b) {
+    if (major_a == 0) return major_b ? run_rows<T>(p) : run_best<T, 0, 0>(p);
+    return major_b ? run_best<T, 1, 1>(p) : run_best<T, 1, 0>(p);
 }
 
 // The stride of a matrix whose other stride is 1, or 0. Inner: the dimension that has stride 1.
@@ -108,10 +132,7 @@ extern "C" int run(const klineage_call *call) {
     const int major_a = leading(a, 1) ? 0 : 1, major_b = leading(b, 1) ? 1 : 0;
     const Problem p = {a.data, b.data, c.data, int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), leading(a, 1 - major_a),
                        leading(b, major_b), leading(c, 1), static_cast<cudaStream_t>(call->stream)};
-    int device = 0, sms = 0;
-    cudaGetDevice(&device);
-    KLINEAGE_REQUIRE(call, cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) == cudaSuccess, "gemm: no device");
-    why = a.dtype == KLINEAGE_FLOAT16 ? run_layout<__half>(p, major_a, major_b, sms) : run_layout<__nv_bfloat16>(p, major_a, major_b, sms);
+    why = a.dtype == KLINEAGE_FLOAT16 ? run_layout<__half>(p, major_a, major_b) : run_layout<__nv_bfloat16>(p, major_a, major_b);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
     return 0;
 }
