@@ -40,9 +40,16 @@ constexpr unsigned kFull = 0xffffffffu;
 __device__ __forceinline__ unsigned encode32(unsigned bits) {
     return bits ^ (~static_cast<unsigned>(static_cast<int>(bits) >> 31) & 0x7fffffffu);
 }
-// The same for two 16-bit floats at once. Both maps are their own inverses.
+// Both halves of a word filled with their sign bits. PRMT's selector replicates a sign by its bit 3, which the intrinsic
+// __byte_perm clears.
+__device__ __forceinline__ unsigned signs16x2(unsigned bits) {
+    unsigned signs;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
+    return signs;
+}
+// encode32 for two 16-bit floats at once. Both maps are their own inverses.
 __device__ __forceinline__ unsigned encode16x2(unsigned bits) {
-    return bits ^ (~__byte_perm(bits, 0, 0xbb99) & 0x7fff7fffu);
+    return bits ^ (~signs16x2(bits) & 0x7fff7fffu);
 }
 template <int kBytes>
 __device__ __forceinline__ unsigned encode(unsigned word) {
