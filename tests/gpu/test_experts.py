@@ -66,14 +66,18 @@ EXPERT_ONLY = (
     Neighbours("topk", "fp32", ((8, 4096, 512), (2, 262144, 2048), (3, 65537, 1), (5, 8191, 8191 // 4))),
     Neighbours("topk", "fp16", ((8, 4096, 512), (2, 131072, 64), (3, 33, 33))),
     Neighbours("topk", "bf16", ((8, 4096, 512), (2, 262144, 2048), (7, 16387, 100))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 512), (2, 6, 128, 64, 10000), (4, 4, 64, 64, 200))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 9000), (4, 8, 64, 64, 777)), (("initial_state", True),)),
 )
-"""What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types."""
+"""What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types; heads of 64; and
+what it takes slowly: sequences of several segments."""
 REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
     Neighbours("conv2d", "fp16", ((1, 32, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 128),), (("causal", True),)),
     Neighbours("topk", "fp32", ((1, 4096, 2049),)),
     Neighbours("topk", "fp16", ((1, 262145, 8),)),
+    Neighbours("gdn", "bf16", ((1, 1, 32, 64, 64),)),
     Neighbours("gdn_cumsum", "fp32", ((4, 32, 64),)),
     Neighbours("gdn_kkt_solve", "bf16", ((1, 1, 64, 64, 64),)),
     Neighbours("gdn_fused_fwd", "bf16", ((1, 1, 128, 32, 64),)),
