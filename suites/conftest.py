@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage import GateSettings, KlineageSession, gate
-from pytest_klineage.library.retrieval import DEFAULT_K
+from pytest_klineage.lab.library.retrieval import DEFAULT_K
 from pytest_klineage.records import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0}
+QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0, "spread_limit": 1e6}
 """Of the gate of replays, which need only see whether a kernel is right. What the user gives counts."""
 
 

@@ -15,7 +15,7 @@ from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
 from pytest_klineage.report.builds import build_summary, only_built
 from pytest_klineage.report.wording import in_one_line
-from pytest_klineage.results import Run
+from pytest_klineage.results.runs import Run
 
 WIDTH = 100
 HEADERS = ("case", "kernel", "ref", "ref ms", "cand ms", "speedup", "status")
@@ -54,7 +54,8 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     if doubtful:
         scored = sum(verdict.scored for verdict in verdicts)
         names = ", ".join(map(_name, doubtful))
-        text = f"{UNCERTAIN} {len(doubtful)} of {scored} inconclusive (busy machine, or high/low above 2): {names}"
+        why = "busy machine, unstable times, or high/low above 2"
+        text = f"{UNCERTAIN} {len(doubtful)} of {scored} speedups uncertain ({why}): {names}"
         lines += _wrapped(text, width, indent="    ")
     return lines
 

@@ -39,12 +39,12 @@ from pytest_klineage.records.messages import (
 from pytest_klineage.records.messages import (
     Problem as ProblemMessage,
 )
-from pytest_klineage.worker.arena import OracleArena, SharedArena
+from pytest_klineage.worker.host.arena import OracleArena, SharedArena
 from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
 from pytest_klineage.worker.rounds import Player, View, WorkerProblem
 
 if TYPE_CHECKING:
-    from pytest_klineage.worker.device_oracle import Blocks
+    from pytest_klineage.worker.device.oracle import Blocks
 
 KEPT_CASES = 4
 NOVEL_EVERY = 4
@@ -147,8 +147,8 @@ class Oracle:
         """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
         if self.blocks is None:
             return Player(role, channel), [SharedArena(signature) for signature in signatures]
-        from pytest_klineage.worker.device_arena import LEAST_SLOTS, DeviceArena
-        from pytest_klineage.worker.device_rounds import DevicePlayer
+        from pytest_klineage.worker.device.arena import LEAST_SLOTS, DeviceArena
+        from pytest_klineage.worker.device.rounds import DevicePlayer
 
         player = DevicePlayer(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
@@ -172,11 +172,10 @@ class Oracle:
             arena = 1 + [dict(shape) for shape in problems.case.also_shapes].index(problem.case.shape)
         if self.blocks is not None:
             return self.blocks.check(request, arena)
-        self.give_turn(request.role)
-        self.flush()
+        self.freeze_others(request.role)
         slot = self.schedule.slot(fresh=True)
         outcome = self.players[request.role].run(
-            Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}
+            Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}, self.flush
         )
         shape = problem.case.shape if arena else {}
         checks = tuple(
@@ -204,11 +203,12 @@ class Oracle:
                     view, slot = self.next_view(problems, fresh=fresh)
                     seen.clear()
                 seen.add(role)
-                self.give_turn(role)
-                self.flush()
+                self.freeze_others(role)
                 self.turn = role
                 # The reference goes through the same motions: what follows a call must not depend on whose call it was.
-                outcome = self.players[role].run(view, 0, slot, request.deadline_s, request.defences)
+                outcome = self.players[role].run(
+                    view, 0, slot, request.deadline_s, request.defences, self.flush if request.flush else None
+                )
                 novel = isinstance(view, Plain) and fresh
                 samples.append(msgspec.structs.replace(outcome.sample, novel=novel))
                 if outcome.reasons and role == "reference":
@@ -226,8 +226,14 @@ class Oracle:
 
     def give_turn(self, role: str) -> None:
         """Let one worker run and freeze all others."""
+        self.freeze_others(role)
+        self.players[role].freeze(False)
+
+    def freeze_others(self, role: str) -> None:
+        """Freeze every worker but one."""
         for name, player in self.players.items():
-            player.freeze(name != role)
+            if name != role:
+                player.freeze(True)
 
     def next_view(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to."""
@@ -252,10 +258,10 @@ class Oracle:
 
 def start_on_gpu(oracle: Oracle) -> Blocks:
     """Make the GPU this oracle's place of work."""
-    from pytest_klineage.worker import device
-    from pytest_klineage.worker.device_oracle import Blocks
+    from pytest_klineage.worker.device import memory
+    from pytest_klineage.worker.device.oracle import Blocks
 
-    device.initialise()
+    memory.initialise()
     return Blocks(oracle)
 
 

@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
-from pytest_klineage.library.cards import find_cards
-from pytest_klineage.library.experts import Expert, find_experts
-from pytest_klineage.library.retrieval import CardIndex
-from pytest_klineage.llm.trajectory import read_trajectory
-from pytest_klineage.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
-from pytest_klineage.optimizers.instructions import cpu_features
-from pytest_klineage.optimizers.klineage import CardMethod, card_method
-from pytest_klineage.optimizers.recording import VERDICT_TOPIC, Told
-from pytest_klineage.optimizers.session import Judge
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.library.cards import find_cards
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.retrieval import CardIndex
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
+from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.klineage import CardMethod, card_method
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Told
+from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.records import (
     Begun,
     Event,
@@ -34,7 +34,7 @@ from pytest_klineage.records import (
     from_json,
     to_json,
 )
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Not with the others: it lies in the folder above.
@@ -112,12 +112,12 @@ def library(config: pytest.Config, models: Models) -> CardIndex:
 
 def was_run(session: KlineageSession) -> bool:
     """Whether a model was asked, so that tables are to be made anew."""
-    return session.settings.llm.get("llm", "none") not in ("none", "replay")
+    return model_settings(session.config).get("llm", "none") not in ("none", "replay")
 
 
 def recorded_in(session: KlineageSession, name: str) -> list[Trial]:
     """All recorded trials of an ablation on this platform."""
-    base = session.settings.llm.get("trajectories") or session.settings.results / "trajectories"
+    base = model_settings(session.config).get("trajectories") or session.settings.results / "trajectories"
     return trials_in(base / f"{name}-{session.platform}")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_sample import verdict_of, write_run
 
-from pytest_klineage.cli import main
+from pytest_klineage.cli.main import main
 
 
 def test_one_run_alone_is_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +37,7 @@ def test_one_damaged_run_alone_says_what_is_missing(tmp_path: Path, capsys: pyte
 def test_everything_on_the_terminal_has_the_headlines(everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(everything)]) == 0
     text = capsys.readouterr().out
-    assert "klineage: 3.48x (2/2 cases, 2/2 at or above 1x; cpp on Test CPU @ 3 GHz)" in text
+    assert "klineage: 3.48x (2/2 scored, 2/2 at or above 1x; cpp on Test CPU @ 3 GHz)" in text
     assert "validated steps: 3 (in 1 lineage)" in text
 
 
@@ -79,7 +79,7 @@ def test_misuse_is_one_line(
 def test_a_report_needs_no_torch(everything: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pytest_klineage.cli import main\n"
+        "from pytest_klineage.cli.main import main\n"
         f"assert main(['report', {str(everything)!r}, '--html', {str(tmp_path / 'r.html')!r}]) == 0\n"
         "assert 'matplotlib' not in sys.modules\n"
     )

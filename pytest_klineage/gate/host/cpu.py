@@ -1,0 +1,174 @@
+"""The machine that is measured on: its platform, its CPU, and how busy others keep it. GPUs are in gpus.py."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from pytest_klineage.gate.host.locks import machine_lock as machine_lock  # callers know it by this place
+from pytest_klineage.records import Machine, platform_name
+
+DEFAULT_CACHE_BYTES = 32 << 20
+"""Assumed size of the last-level cache where the system does not say."""
+DEFAULT_L2_BYTES = 2 << 20
+"""The same of a core's L2."""
+FLUSH_BYTES = 64 << 20
+"""What is written between two calls at least, where twice the last-level cache is more."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+PEAK_HZ = 6.0e9
+"""No CPU of today has a higher clock; those with matrix units stay below half of it."""
+VECTOR_FLOPS = 64
+"""Operations per cycle and core of two 512-bit units that multiply and add in fp32."""
+FLOAT_UNITS = {
+    "avx512_bf16": 128, "avx512_fp16": 128, "amx_tf32": 512, "amx_bf16": 1024, "amx_fp16": 1024, "amx_complex": 1024,
+    "amx_fp8": 2048,
+}  # fmt: skip
+"""Operations per cycle and core of units for short floating-point numbers, by the flag of the CPU that names them. One
+AMX tile product of bf16 is 16 x 16 x 32 multiply-adds in 16 cycles."""
+INTEGER_UNITS = {"avx_vnni": 128, "avx512_vnni": 256, "amx_int8": 2048}
+"""The same for short integers."""
+PEAK_BYTES_PER_CORE = 1.0e12
+"""More than any core reads from its cache per second."""
+
+
+def resolve_platform(name: str) -> str:
+    """The canonical platform; "auto" takes that of the first visible GPU that can be judged on, else cpu.
+
+    Raises UnknownName, and UsageError when "auto" cannot tell which GPUs are visible.
+    """
+    if name.lower() != "auto":
+        return platform_name(name)
+    # GPUs are looked for only when nobody has named the platform.
+    from pytest_klineage.gate.host.gpus import best_platform
+
+    return best_platform()
+
+
+def usable_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.lru_cache
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache that sysfs names for CPU 0."""
+    return max(cache_sizes().values(), default=DEFAULT_CACHE_BYTES)
+
+
+def cache_sizes(folder: Path = CACHES) -> dict[int, int]:
+    """Bytes of the data caches of CPU 0 by level, the last level at least a quarter of the default."""
+    sizes: dict[int, int] = {}
+    for index in folder.glob("index*"):
+        with contextlib.suppress(OSError, ValueError):
+            level, text = int((index / "level").read_text()), (index / "size").read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
+            sizes[level] = max(sizes.get(level, 0), int(text.rstrip("KM")) * unit)
+    if sizes:
+        sizes[max(sizes)] = max(sizes[max(sizes)], DEFAULT_CACHE_BYTES // 4)
+    return sizes
+
+
+def flush_size(operand_bytes: int, sizes: Mapping[int, int]) -> int:
+    """Bytes to write so that nothing of a call's operands is left in caches of these `sizes` by level.
+
+    Twice the last level always does. A virtual machine may name the whole host's hundreds of MiB, of which it gets a
+    few; writing them takes so long that the threads of what is timed have gone to sleep. What a call can have left in
+    a cache is no more than it touches, so FLUSH_BYTES do where the operands are smaller, and four times the L2 and
+    twice the operands where they are not.
+    """
+    last = max(sizes.values(), default=DEFAULT_CACHE_BYTES)
+    return min(2 * last, max(FLUSH_BYTES, 4 * sizes.get(2, DEFAULT_L2_BYTES) + 2 * operand_bytes))
+
+
+def cpu_flags(text: str) -> frozenset[str]:
+    """The instruction sets in the text of /proc/cpuinfo: of its first processor."""
+    for line in text.splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def peak_flops_per_core(flags: Collection[str], dtype: str) -> float:
+    """Operations per second that no core with these `flags` exceeds on numbers of a type.
+
+    Floating-point types have one peak: products of fp32 can be put together from a few of bf16.
+    """
+    units = INTEGER_UNITS if dtype.startswith("int") else FLOAT_UNITS
+    return max(VECTOR_FLOPS, *(most for flag, most in units.items() if flag in flags), 0) * PEAK_HZ
+
+
+@functools.lru_cache
+def flags_here() -> frozenset[str]:
+    """The instruction sets of this machine; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return cpu_flags(Path("/proc/cpuinfo").read_text())
+    return frozenset()
+
+
+def processor_name() -> str:
+    """Product name of the CPU."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def describe_cpu(software: dict[str, str], settings: dict[str, str]) -> Machine:
+    """The record of this machine for the cpu platform."""
+    return Machine(
+        platform="cpu",
+        device=processor_name(),
+        cores=usable_cores(),
+        cache_bytes=last_level_cache_bytes(),
+        software={
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            **software,
+        },
+        settings=settings,
+    )
+
+
+class LoadMeter:
+    """How much of the machine's CPU time others used since the meter was made: processes outside this one's family.
+
+    Reads /proc/stat and /proc/PID/stat (proc(5)), whose unit is a clock tick of usually 10 ms.
+    """
+
+    def __init__(self) -> None:
+        self._ticks = os.sysconf("SC_CLK_TCK")
+        self._started = time.monotonic()
+        self._busy, self._own = machine_ticks(), family_ticks(os.getpid())
+
+    def foreign_share(self) -> float:
+        """Between 0 (the machine was ours) and 1 (it was all others')."""
+        seconds = time.monotonic() - self._started
+        foreign = (machine_ticks() - self._busy) - (family_ticks(os.getpid()) - self._own)
+        return min(1.0, max(0.0, foreign / self._ticks / (seconds * (os.cpu_count() or 1)))) if seconds > 0 else 0.0
+
+
+def machine_ticks() -> int:
+    """Clock ticks that all cores have been busy, or were taken by a hypervisor, since boot; 0 where unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        user, nice, system, _idle, _wait, irq, soft, steal = Path("/proc/stat").read_text().split()[1:9]
+        return sum(map(int, (user, nice, system, irq, soft, steal)))
+    return 0
+
+
+def family_ticks(pid: int) -> int:
+    """Clock ticks that a process, its living descendants and their ended children have used."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total = sum(map(int, fields[11:15]))
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                total += family_ticks(int(child))
+    return total
