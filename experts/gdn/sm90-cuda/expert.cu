@@ -42,7 +42,9 @@ constexpr int kPrepareBytes = 1024 + 4 * kTile + 6 * kBatch * kBlock + 4 * kBatc
 constexpr int kVector = 2 * kChunk;                 // floats per head and chunk: decay since the chunk's start, decay to its end
 constexpr int kRecord = 2 * kTile + kVector * 4;    // bytes of scratch per head and chunk: T' and P as swizzled tiles, the decays
 constexpr int kChainThreads = 384;
-constexpr int kSegment = 64;                        // chunks of a segment of a long sequence
+constexpr int kSegment = 128;                       // chunks of a segment of a long sequence, at most
+constexpr int kWalkers = 96;                        // with no more CTAs of the chain than this, SMs are left to prepare beside it
+constexpr int kWorthwhile = 3072;                   // (chunk, value head) pairs from which that pays for a second pair of kernels
 constexpr int64_t kMaxTokens = 1 << 24;
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -638,11 +640,12 @@ const char *run_segments(const klineage_call *call, const int *sizes, int count)
     return why;
 }
 
-// Sizes of the segments for so many chunks.
-std::vector<int> plan(int chunks) {
-    std::vector<int> sizes;
-    for (; chunks > 2 * kSegment; chunks -= kSegment) sizes.push_back(kSegment);
-    sizes.push_back(chunks);
+// Sizes of the segments of a sequence, which differ by one at most. NOTES.md has the measurements.
+std::vector<int> plan(int chunks, int heads, int walkers) {
+    int count = (chunks + kSegment - 1) / kSegment;
+    if (count == 1 && walkers <= kWalkers && chunks * heads >= kWorthwhile) count = 2;
+    std::vector<int> sizes(count, chunks / count);
+    for (int i = 0; i < chunks % count; ++i) ++sizes[i];
     return sizes;
 }
 
@@ -651,7 +654,8 @@ std::vector<int> plan(int chunks) {
 extern "C" int run(const klineage_call *call) {
     const char *why = refusal(call);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
-    const std::vector<int> sizes = plan(int((call->inputs[2].shape[0] + kChunk - 1) / kChunk));
+    const klineage_tensor &v = call->inputs[2];
+    const std::vector<int> sizes = plan(int((v.shape[0] + kChunk - 1) / kChunk), int(v.shape[1]), int(v.shape[1] * v.shape[2] / 64));
     why = run_segments(call, sizes.data(), int(sizes.size()));
     KLINEAGE_REQUIRE(call, why == nullptr, why);
     return 0;
