@@ -1,4 +1,4 @@
-"""Headers that come with the package for kernels to include, such as klineage/sm90/v1/wgmma.cuh: which ones a source uses.
+"""Headers that come with the package for kernels to include (klineage/sm90/v1/*.cuh): which ones a source uses.
 
 They are frozen: a change gets a new version folder, so that a source's digest goes on naming one kernel. What a build
 used is part of its recipe and stands in its record as well.
