@@ -14,6 +14,7 @@ from pytest_klineage import __version__
 from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.cli.compare import add_compare
 from pytest_klineage.cli.formats import add_formats
+from pytest_klineage.cli.judge import add_judge
 from pytest_klineage.cli.lineage import add_lineage
 from pytest_klineage.cli.report import add_report
 from pytest_klineage.cli.serve import add_external
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     cases = commands.add_parser("cases", help="list operators with their axes, options and shapes, and the references")
     cases.set_defaults(command=run_cases)
+    add_judge(commands)
     add_compare(commands)
     add_lineage(commands)
     add_cards(commands)

@@ -86,6 +86,8 @@ class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Record the calls in a CUDA graph first and time replays of it, without any flush."""
     profile: bool = False
     """Record which kernels the device executes meanwhile."""
+    flush_bytes: int = 0
+    """What to write before every call: said for each block, so that no process keeps it."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +146,8 @@ class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """From there until nothing at all was left to do on the device; empty for a graph."""
     span_ns: int
     """From before the head start, or from a graph's first timed replay, to the end of everything."""
+    head_ns: int = 0
+    """How long the head start was; 0 for a graph and for a queue without one."""
 
 
 class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +167,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the device executed during a profiled block, without the flushes between calls."""
     busy_ns: int = 0
     """For how long it was executing at least one of them."""
+    flush_ns: int = 0
+    """For how long it was writing the flushes of a profiled block."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):

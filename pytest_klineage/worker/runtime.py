@@ -20,7 +20,7 @@ from pytest_klineage.records.messages import Job, Loaded, LoadFailed
 from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import Loaded as LoadedKernel
-from pytest_klineage.worker.host.calls import CallLoop
+from pytest_klineage.worker.host.calls import CallLoop, materialise_if_needed
 from pytest_klineage.worker.host.scheduling import MainThread
 from pytest_klineage.worker.sandbox import containment
 
@@ -61,6 +61,9 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     try:
         # A GPU's context and its clock come first: the driver opens its files here, and binds them to no candidate.
         clock = device_clock(job) if on_gpu(job) else None
+        materialise_if_needed()
+        # What is frozen is not found by looking through all objects.
+        gc.freeze()
         containment_report = contain(job, active)
         kernel = load(job)
         if job.sandbox and clock is None and not surface_needs_torch(job):
