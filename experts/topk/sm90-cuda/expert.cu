@@ -703,9 +703,6 @@ namespace short_rows {
 constexpr int kThreads = 1024, kKeys = 4, kBits = 12, kBins = 1 << kBits;
 constexpr int kMaxK = 1024, kMinColumns = 2049, kMaxColumns = kThreads * kKeys, kMaxRows = 132;
 
-__device__ __forceinline__ unsigned encode(float value) { return encode32(__float_as_uint(value)); }
-__device__ __forceinline__ float decode(unsigned code) { return __uint_as_float(encode32(code)); }
-
 struct Threshold {
     int bin;    // the digit that holds the k-th smallest code
     int below;  // codes with a smaller digit
@@ -757,8 +754,8 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
     __shared__ Shared s;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     const int columns = p.columns, k = p.k;
-    const float *x = reinterpret_cast<const float *>(p.x) + blockIdx.x * p.x_stride;
-    float *values = reinterpret_cast<float *>(p.values) + blockIdx.x * p.values_stride;
+    const unsigned *x = reinterpret_cast<const unsigned *>(p.x) + blockIdx.x * p.x_stride;
+    unsigned *values = reinterpret_cast<unsigned *>(p.values) + blockIdx.x * p.values_stride;
     long long *indices = p.indices + blockIdx.x * p.indices_stride;
 
     unsigned code[kKeys];
@@ -766,12 +763,12 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
     const auto column_of = [&](int i) {
         return thread * 4 + i;
     };
-    float4 v = make_float4(0, 0, 0, 0);
+    uint4 v = make_uint4(0, 0, 0, 0);
     if (column_of(0) < columns) {
-        v = __ldcs(reinterpret_cast<const float4 *>(x + column_of(0)));
+        v = __ldcs(reinterpret_cast<const uint4 *>(x + column_of(0)));
         valid = 15u;
     }
-    code[0] = encode(v.x), code[1] = encode(v.y), code[2] = encode(v.z), code[3] = encode(v.w);
+    code[0] = encode32(v.x), code[1] = encode32(v.y), code[2] = encode32(v.z), code[3] = encode32(v.w);
 
     unsigned prefix = 0;  // the digits of the k-th code found so far
     int shift = 32, need = k;
@@ -830,7 +827,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
 #pragma unroll 1
     for (int at = thread; at < (rank ? winners : k); at += kThreads) {
         const uint2 found = s.found[at];
-        values[at] = decode(found.x);
+        values[at] = encode32(found.x);
         indices[at] = found.y;
     }
     if (!rank) return;
@@ -849,7 +846,7 @@ __global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
         for (int step = 1; step < kLanes; step *= 2) before += __shfl_xor_sync(kFull, before, step);
         if (thread % kLanes == 0 && c < t.count && before < need) {
             const uint2 found = s.found[winners + c];
-            values[winners + before] = decode(found.x);
+            values[winners + before] = encode32(found.x);
             indices[winners + before] = found.y;
         }
     }
