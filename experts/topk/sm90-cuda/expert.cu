@@ -695,6 +695,178 @@ __global__ void __launch_bounds__(kThreads, kBlocks) cluster_kernel(const Proble
     block_select<kThreads, kBits, false>(s, scratch, collected, interval, winners, out);
 }
 
+// Few fp32 rows of up to 4,096 columns that start at 16-byte boundaries (stages/09-rank_select.cu): 1,024 threads of four
+// keys each, 12 bits of the code per digit, k up to 1,024. Without partial vectors, other types and a narrowed digit it
+// needs fewer instructions than block_kernel.
+namespace short_rows {
+
+constexpr int kThreads = 1024, kKeys = 4, kBits = 12, kBins = 1 << kBits;
+constexpr int kMaxK = 1024, kMinColumns = 2049, kMaxColumns = kThreads * kKeys, kMaxRows = 132;
+
+struct Threshold {
+    int bin;    // the digit that holds the k-th smallest code
+    int below;  // codes with a smaller digit
+    int count;  // codes with this digit
+};
+
+struct Shared {
+    int histogram[kBins];
+    int warp_sum[32];
+    Threshold threshold;
+    int warp_found[32];                                // winners in the low half, candidates in the high half
+    alignas(16) unsigned candidate_key[kRankMax + 4];  // the undecided bits of the code, then the place in this list
+    uint2 found[1024 + kRankMax];                      // code and column of the winners, then of the candidates
+};
+
+// The bin in which the running count reaches `need`; the caller has synchronized after counting. Every warp sums its
+// slice of the bins; the one warp whose slice holds the threshold searches it.
+__device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int warp, int lane) {
+    constexpr int kWarps = kThreads / 32, kBinsPerLane = kBins / kThreads;
+    static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the threads");
+    int bins[kBinsPerLane], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kBinsPerLane; ++i)
+        sum += (bins[i] = s.histogram[(warp * 32 + lane) * kBinsPerLane + i]);
+    const int slice = __reduce_add_sync(kFull, sum);
+    if (lane == 0) s.warp_sum[warp] = slice;
+    __syncthreads();
+    const int before_slice = __reduce_add_sync(kFull, lane < warp && lane < kWarps ? s.warp_sum[lane] : 0);
+    if (before_slice < need && need <= before_slice + slice) {
+        const int running = before_slice + warp_inclusive_scan(sum, lane);
+        if (running - sum < need && need <= running) {
+            Threshold t{(warp * 32 + lane) * kBinsPerLane, running - sum, bins[0]};
+#pragma unroll
+            for (int i = 1; i < kBinsPerLane; ++i)
+                if (t.below + t.count < need) {
+                    t.below += t.count;
+                    t.count = bins[i];
+                    ++t.bin;
+                }
+            s.threshold = t;
+        }
+    }
+    __syncthreads();
+    return s.threshold;
+}
+
+// One block per row. kKeys keys per thread stay in registers.
+__global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
+    __shared__ Shared s;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    const int columns = p.columns, k = p.k;
+    const unsigned *x = reinterpret_cast<const unsigned *>(p.x) + blockIdx.x * p.x_stride;
+    unsigned *values = reinterpret_cast<unsigned *>(p.values) + blockIdx.x * p.values_stride;
+    long long *indices = p.indices + blockIdx.x * p.indices_stride;
+
+    unsigned code[kKeys];
+    unsigned valid = 0;  // bit i: key i exists
+    const auto column_of = [&](int i) {
+        return thread * 4 + i;
+    };
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (column_of(0) < columns) {
+        v = __ldcs(reinterpret_cast<const uint4 *>(x + column_of(0)));
+        valid = 15u;
+    }
+    code[0] = encode32(v.x), code[1] = encode32(v.y), code[2] = encode32(v.z), code[3] = encode32(v.w);
+
+    unsigned prefix = 0;  // the digits of the k-th code found so far
+    int shift = 32, need = k;
+    Threshold t{};
+    const auto next_digit = [&](bool first) {
+        const unsigned above = first ? 0 : kFull << shift;  // bits already fixed
+        const int digit_shift = first ? 32 - kBits : max(shift - kBits, 0);
+        const unsigned digit_mask = first ? kBins - 1 : (1u << (shift - digit_shift)) - 1;
+#pragma unroll
+        for (int i = 0; i < kBins / kThreads; ++i) s.histogram[i * kThreads + thread] = 0;
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kKeys; ++i)
+            if (valid != 0 && (first || (code[i] & above) == prefix))
+                atomicAdd(&s.histogram[code[i] >> digit_shift & digit_mask], 1);
+        __syncthreads();
+        t = find_threshold(s, need, warp, lane);
+        need -= t.below;
+        shift = digit_shift;
+        prefix |= static_cast<unsigned>(t.bin) << shift;
+        return t.count == need || t.count <= kRankMax || shift == 0;
+    };
+    if (!next_digit(true))
+        while (!next_digit(false)) {}
+
+    // Codes below the prefix win; those that share it are candidates for the last `need` places.
+    const unsigned last = prefix | ((1u << shift) - 1);
+    const bool take_all = t.count == need, rank = !take_all && shift > 0 && t.count <= kRankMax;
+    unsigned my_wins = 0, my_ties = 0;  // bit i: key i
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        if (code[i] < prefix) my_wins |= 1u << i;
+        if (code[i] <= last) my_ties |= 1u << i;
+    }
+    my_wins = valid & (take_all ? my_ties : my_wins);
+    my_ties &= valid & ~my_wins;
+    const int found = __popc(my_wins) + (__popc(my_ties) << 16);  // winners in the low half, candidates in the high half
+    const int running = warp_inclusive_scan(found, lane);
+    if (lane == 31) s.warp_found[warp] = running;
+    __syncthreads();
+    const int base = __reduce_add_sync(kFull, lane < warp ? s.warp_found[lane] : 0) + running - found;
+    const int winners = k - need;  // places for codes below the prefix
+    int win_at = base & 0xffff, tie_at = winners + (base >> 16);
+    const int capacity = rank ? 1024 + kRankMax : k;  // if not all candidates are needed, then they are all equal
+#pragma unroll
+    for (int i = 0; i < kKeys; ++i) {
+        const bool win = my_wins >> i & 1, tie = my_ties >> i & 1;
+        const int at = win ? win_at : tie_at;
+        if ((win || tie) && at < capacity) s.found[at] = make_uint2(code[i], column_of(i));
+        if (tie && rank) s.candidate_key[at - winners] = code[i] << (32 - shift) | (at - winners);
+        win_at += win;
+        tie_at += tie;
+    }
+    if (rank && thread < 4) s.candidate_key[t.count + thread] = ~0u;  // pads the last vector
+    __syncthreads();
+#pragma unroll 1
+    for (int at = thread; at < (rank ? winners : k); at += kThreads) {
+        const uint2 found = s.found[at];
+        values[at] = encode32(found.x);
+        indices[at] = found.y;
+    }
+    if (!rank) return;
+
+    // kLanes lanes per candidate: its rank is the number of smaller keys, and its place in the output.
+    constexpr int kLanes = 4;
+    for (int c = thread / kLanes; c < (t.count + 31) / 32 * 32; c += kThreads / kLanes) {
+        const unsigned key = s.candidate_key[min(c, t.count)];
+        int before = 0;
+#pragma unroll 1
+        for (int j = thread % kLanes * 4; j < t.count; j += kLanes * 4) {
+            const uint4 other = *reinterpret_cast<const uint4 *>(s.candidate_key + j);
+            before += (other.x < key) + (other.y < key) + (other.z < key) + (other.w < key);
+        }
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) before += __shfl_xor_sync(kFull, before, step);
+        if (thread % kLanes == 0 && c < t.count && before < need) {
+            const uint2 found = s.found[winners + c];
+            values[winners + before] = encode32(found.x);
+            indices[winners + before] = found.y;
+        }
+    }
+}
+
+bool takes(const Problem &p, int bytes, bool aligned, int64_t rows) {
+    return bytes == 4 && aligned && p.columns % 4 == 0 && p.columns >= kMinColumns && p.columns <= kMaxColumns &&
+           p.k <= kMaxK && rows <= kMaxRows;
+}
+
+cudaError_t launch(const Problem &problem, int64_t rows, cudaStream_t stream) {
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(static_cast<unsigned>(rows));
+    launch.blockDim = dim3(kThreads);
+    launch.stream = stream;
+    return cudaLaunchKernelEx(&launch, kernel, problem);
+}
+
+}  // namespace short_rows
+
 using Kernel = void (*)(Problem);
 
 // A kernel by the bytes of a key: [0] for 2, [1] for 4.
@@ -717,29 +889,22 @@ constexpr Config one_cluster() {
 }
 
 constexpr Config kConfigs[] = {
-    one_block<1024, 1, 12, 1>(),  // 0
+    one_block<128, 4, 10, 8>(),
+    one_block<256, 1, 11, 4>(),
+    one_block<512, 1, 11, 2>(),
+    one_block<512, 2, 12, 2>(),
+    one_block<512, 0, 12, 2>(),
+    one_block<1024, 1, 12, 1>(),
     one_block<1024, 2, 12, 1>(),
     one_block<1024, 4, 12, 1>(),
-    one_block<1024, 0, 12, 1>(),
-    one_block<512, 1, 11, 2>(),  // 4
-    one_block<512, 2, 12, 2>(),
-    one_block<512, 4, 12, 2>(),
-    one_block<512, 0, 12, 2>(),
-    one_block<256, 1, 11, 4>(),  // 8
-    one_block<256, 2, 11, 4>(),
-    one_block<256, 4, 11, 4>(),
-    one_block<256, 0, 11, 4>(),
-    one_block<128, 2, 10, 8>(),  // 12
-    one_block<128, 4, 10, 8>(),
-    one_block<128, 0, 11, 8>(),
-    one_cluster<1024, 1, 1>(),  // 15
-    one_cluster<1024, 2, 1>(),
-    one_cluster<1024, 0, 1>(),
-    one_cluster<512, 2, 2>(),  // 18
-    one_cluster<512, 4, 2>(),
     one_cluster<512, 0, 2>(),
-    one_cluster<256, 4, 4>(),  // 21
-    one_cluster<256, 0, 4>(),
+    one_cluster<1024, 1, 1>(),
+    one_cluster<1024, 0, 1>(),
+};
+// Places in kConfigs: threads, then vectors per thread.
+enum : int {
+    kBlock128x4, kBlock256x1, kBlock512x1, kBlock512x2, kBlock512Shared, kBlock1024x1, kBlock1024x2, kBlock1024x4,
+    kCluster512Shared, kCluster1024x1, kCluster1024Shared,
 };
 constexpr int kNumConfigs = sizeof(kConfigs) / sizeof(kConfigs[0]);
 
@@ -754,11 +919,33 @@ struct Plan {
     }
 };
 
-// The first plan whose blocks hold a row; NOTES.md has the measurements.
+constexpr int64_t kWave = 132;  // multiprocessors: so many blocks of 1,024 threads run at once
+
+// Rows that one block holds best.
+Plan choose_block(int64_t rows, int64_t vectors) {
+    const bool few = rows <= kWave;
+    if (vectors <= 256) return {kBlock256x1, 1};
+    if (vectors <= 512) return {few ? kBlock512x1 : kBlock128x4, 1};
+    if (vectors <= 1024) return {few ? kBlock1024x1 : kBlock512x2, 1};
+    if (vectors <= 2048) return {few ? kBlock1024x2 : kBlock512Shared, 1};
+    return {few ? kBlock1024x4 : kBlock512Shared, 1};
+}
+
+// Longer rows, or few of them: over a cluster.
+Plan choose_cluster(int64_t rows, int64_t vectors) {
+    if (vectors <= 4096) return {kCluster1024x1, 8};
+    if (vectors <= 16384 && rows <= 8) return {kCluster1024x1, 16};
+    if (vectors <= 8192) return {kCluster512Shared, 2};
+    if (vectors <= 16384) return {kCluster512Shared, rows <= 32 ? 8 : rows <= kWave / 2 ? 2 : 4};
+    if (rows <= 16) return {kCluster512Shared, 16};
+    if (vectors <= 32768) return {kCluster512Shared, 8};
+    return {kCluster1024Shared, 8};
+}
+
+// The plan for a matrix, from the measurements in NOTES.md.
 Plan choose(int64_t rows, int64_t vectors) {
-    for (int config : {0, 1, 2})
-        if (vectors <= 1024 << config) return {config, 1};
-    return {17, vectors <= 8192 ? 2 : vectors <= 16384 ? 4 : vectors <= 32768 ? 8 : 16};
+    const bool block = vectors <= 2048 || (vectors <= 4096 && rows > 16);
+    return block ? choose_block(rows, vectors) : choose_cluster(rows, vectors);
 }
 
 cudaError_t launch(const Plan &plan, int bytes, int64_t rows, int64_t vectors, Problem problem, cudaStream_t stream) {
@@ -807,7 +994,9 @@ int run_plan(const klineage_call *call, const Plan *forced) {
                           static_cast<long long *>(indices.data), static_cast<int>(columns), static_cast<int>(k), 0,
                           x.stride[0], values.stride[0], indices.stride[0]};
     const auto stream = static_cast<cudaStream_t>(call->stream);
-    const cudaError_t status = launch(forced ? *forced : choose(rows, vectors), bytes, rows, vectors, problem, stream);
+    const cudaError_t status = !forced && short_rows::takes(problem, bytes, aligned, rows)
+                                   ? short_rows::launch(problem, rows, stream)
+                                   : launch(forced ? *forced : choose(rows, vectors), bytes, rows, vectors, problem, stream);
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }
