@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Sequence
 
 import msgspec
 
-from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.policy import Outcome, Samples, known_gain
+from pytest_klineage.gate.timing.stability import at_best, clearly_fails
 from pytest_klineage.gate.timing.statistics import (
     Standing,
     median,
@@ -17,7 +19,7 @@ from pytest_klineage.gate.timing.statistics import (
     quantile_of_others,
     standing,
 )
-from pytest_klineage.records import Code, KernelCase, Reason, Status
+from pytest_klineage.records import Code, KernelCase, Reason
 from pytest_klineage.records.messages import Ended, Opened
 
 CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
@@ -25,7 +27,7 @@ CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
 so many allowed gaps: a kernel that pins its thread answers later than others without any lie."""
 CLOCK_PAIRS = 20
 """With fewer pairs a quartile may be chance: then a kernel must hide time in every call before it is held to that."""
-LEAST_NOVEL = 4
+LEAST_NOVEL = 8
 """Pairs with new inputs, and pairs with disguised old ones, from which memory may be concluded."""
 MEMORY_GAIN, MEMORY_CONFIDENCE = 1.2, 0.99
 """How much faster known inputs must be before it counts, and the confidence of both intervals."""
@@ -150,27 +152,62 @@ def clock_reason(samples: Samples) -> Reason | None:
     )
 
 
+def novel_clock_reason(samples: Samples) -> Reason | None:
+    """A reason when the candidate hides more time from its own clock on new inputs than on disguised old ones.
+
+    An honest worker cannot tell them apart, and no machine does.
+    """
+    waited = samples.candidate_waited or [0.0] * len(samples.candidate)
+    gaps = [gap - lost for gap, lost in zip(clocks_of(samples).candidate_gaps, waited, strict=True)]
+    novel = sorted(gap for gap, new in zip(gaps, samples.novel, strict=False) if new)
+    known = sorted(gap for gap, new in zip(gaps, samples.novel, strict=False) if not new)
+    if min(len(novel), len(known)) < LEAST_NOVEL:
+        return None
+    own, allowed = median(samples.candidate), clocks_of(samples).allowed_ms
+    excess = quantile(novel, 0.25) - quantile(known, 0.75)
+    if excess <= max(CLOCK_SHARE * own, CLOCK_FLOOR_MS, CLOCK_GAPS * allowed):
+        return None
+    return Reason(
+        code=Code.CLOCK,
+        message=f"the worker's clock leaves out {excess:.3f} ms more of calls with new inputs than of all others",
+        evidence={"own_ms": own, "hidden_ms": excess, "novel_pairs": len(novel)},
+    )
+
+
 def memory_reason(samples: Samples) -> Reason | None:
     """A reason when the candidate is clearly faster on inputs it has met before, in whatever disguise.
 
-    For paired samples only. Every call computes the same amount of work, so remembering is all that can make a
-    difference between new inputs and disguised old ones.
+    For paired samples only, with their charges: a clock that is bent on new inputs would hide them. Every call computes
+    the same amount of work, so remembering is all that can make a difference between new inputs and disguised old ones.
+    Held against the reference, and, where that takes equally long on both, for the candidate's times alone: on a busy
+    machine the reference's would hide what is plain in the candidate's.
     """
-    pairs = list(zip(samples.reference, samples.candidate, samples.novel, strict=False))
-    novel = [pair for pair in pairs if pair[2]]
-    known = [pair for pair in pairs if not pair[2]]
-    if min(len(novel), len(known)) < LEAST_NOVEL:
+    alone = [1.0] * len(samples.candidate)
+    reason = faster_when_known(samples.reference, samples.candidate, samples.novel)
+    if reason is None and known_gain(alone, samples.reference, samples.novel) < MEMORY_GAIN:
+        reason = faster_when_known(alone, samples.candidate, samples.novel)
+    return reason
+
+
+def faster_when_known(reference: list[float], candidate: list[float], novel: list[bool]) -> Reason | None:
+    """A reason when intervals of the speedup on known and on new inputs lie clearly apart."""
+    groups = [
+        [(r, c) for r, c, new in zip(reference, candidate, novel, strict=False) if new is kind]
+        for kind in (True, False)
+    ]
+    if min(map(len, groups)) < LEAST_NOVEL:
         return None
     on_novel, on_known = (
         paired_interval([pair[0] for pair in group], [pair[1] for pair in group], confidence=MEMORY_CONFIDENCE)
-        for group in (novel, known)
+        for group in groups
     )
     if on_known.low <= MEMORY_GAIN * on_novel.high:
         return None
+    gain = on_known.estimate / on_novel.estimate
     return Reason(
         code=Code.REPLAY,
-        message=f"{on_known.estimate:.2f}x on disguised inputs that it had met, {on_novel.estimate:.2f}x on new ones",
-        evidence={"known_low": on_known.low, "novel_high": on_novel.high, "novel_pairs": len(novel)},
+        message=f"{gain:.2f} times as fast on disguised inputs that it had met as on new ones",
+        evidence={"known_low": on_known.low, "novel_high": on_novel.high, "novel_pairs": len(groups[0])},
     )
 
 
@@ -183,8 +220,17 @@ class Peaks(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read and written per second."""
 
 
-def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks) -> Reason | None:
-    """A reason when a time is below what arithmetic or memory could do on any such machine."""
+TRUSTED_GAIN = 1.5
+"""A kernel that is no faster than so many times a trusted reference is not too fast: the floor would be wrong then."""
+
+
+def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks, trusted_ms: float | None = None) -> Reason | None:
+    """A reason when a time is below what arithmetic or memory could do on any such machine.
+
+    `trusted_ms` is what a reference took that is no candidate; None where there is none.
+    """
+    if trusted_ms is not None and trusted_ms <= TRUSTED_GAIN * candidate_ms:
+        return None
     by_flops = opened.flops / peaks.flops * 1e3
     by_bytes = opened.min_bytes / peaks.bytes * 1e3
     floor = max(by_flops, by_bytes)
@@ -200,10 +246,14 @@ def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks) -> Reason | 
 def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
     """Accepted, slower or inconclusive, in one sentence with the figures."""
     interval = outcome.interval
+    narrower = "a longer --klineage-time-limit narrows the interval"
+    if outcome.stopped == "precise":
+        narrower = "it is as narrow as --klineage-precision asks: the kernel is just about at what is required"
     place = standing(interval, at_least=case.at_least, margin=margin)
     shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
     evidence: dict[str, float | int | str | bool]
-    evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least}
+    evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least,
+                "at_best": at_best(outcome.samples)}  # fmt: skip
     codes = {
         Standing.FASTER: (Code.ACCEPTED_FASTER, f"faster than the reference: {shown}"),
         Standing.SAME: (Code.ACCEPTED_SAME, f"as fast as the reference: {shown}"),
@@ -211,7 +261,7 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
         Standing.SLOWER: (Code.SLOWER_THAN_REQUIRED, f"required {case.at_least:g}x, measured {shown}"),
         Standing.INCONCLUSIVE: (
             Code.INCONCLUSIVE_INTERVAL,
-            f"required {case.at_least:g}x, measured {shown}; a longer --klineage-time-limit narrows the interval",
+            f"required {case.at_least:g}x, measured {shown}; {narrower}",
         ),
     }
     code, message = codes[place]
@@ -219,8 +269,11 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
 
 
 def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
-    """The reason of a timing, made inconclusive when others used the machine at the same time."""
-    if foreign_load <= limit or timed.code.status is Status.INCONCLUSIVE:
+    """The reason of a timing, made inconclusive when others used the machine at the same time.
+
+    A kernel that is clearly too slow is that on a busy machine as well.
+    """
+    if foreign_load <= limit or timed.code is Code.INCONCLUSIVE_INTERVAL or fails_anyway(timed):
         return timed
     message = (
         f"other processes used {100 * foreign_load:.0f} % of the machine while it was timed, {100 * limit:.0f} % are "
@@ -228,6 +281,14 @@ def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
     )
     evidence = {**timed.evidence, "foreign_load": foreign_load}
     return Reason(code=Code.INCONCLUSIVE_BUSY, message=message, evidence=evidence)
+
+
+def fails_anyway(timed: Reason) -> bool:
+    """Whether a timing says `slower` so clearly that no disturbance explains it."""
+    if timed.code is not Code.SLOWER_THAN_REQUIRED:
+        return False
+    high, best, asked = (float(timed.evidence.get(name, math.inf)) for name in ("high", "at_best", "at_least"))
+    return math.isfinite(asked) and clearly_fails(high, best, asked)
 
 
 def library_reason(libraries: tuple[str, ...]) -> Reason | None:

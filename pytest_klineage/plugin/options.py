@@ -6,6 +6,7 @@ Nothing here imports the gate: whether a platform, policy or method exists is ch
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,14 @@ def number(kind: type[int] | type[float], least: float, *, above: bool = False, 
     return parse
 
 
+def size(text: str) -> int:
+    """A parser that takes bytes, with a binary suffix or none: 64M, 1G, 0."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.I)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64M, 1G or 0")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]
+
+
 def word(text: str) -> str:
     """A parser that takes anything but nothing."""
     if not text.strip():
@@ -99,6 +108,18 @@ def slower(text: str) -> str:
     return text
 
 
+LOCAL, BATCH = "local", "batch"
+"""Executors: this process, and a folder of requests, written batch:DIR."""
+
+
+def executor(text: str) -> str:
+    """A parser that takes local, or batch:DIR."""
+    kind, colon, rest = text.partition(":")
+    if text != LOCAL and not (kind == BATCH and colon and rest.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of: {LOCAL}, {BATCH}:DIR")
+    return text
+
+
 def switch(text: str) -> bool:
     """A parser for the ini twin of an option without a value."""
     if text.lower() not in SWITCH:
@@ -108,6 +129,11 @@ def switch(text: str) -> bool:
 
 OPTIONS = (
     Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
+    Option(
+        "executor", "local|batch:DIR", executor,
+        "Where kernels are judged: in this process (local), or by `pytest-klineage judge DIR` on any machine, later;"
+        " the same command goes on with the verdicts that have come (batch:DIR) (default: local)",
+    ),
     Option(
         "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
     ),
@@ -149,11 +175,20 @@ OPTIONS = (
         "on a GPU 1 allows other processes on it",
     ),
     Option(
+        "spread-limit", "X", number(float, 1, above=True),
+        "Factor between the quartiles of a side's times above which a verdict is inconclusive (default: 2)",
+    ),
+    Option(
         "seed", "TEXT", word,
         "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option(
+        "flush", "SIZE", size,
+        "Bytes to write between two timed calls, such as 64M, so that each starts from memory; on a CPU 0 for warm"
+        " caches (default: what the case can have in the caches; on a GPU 256M)",
+    ),
     Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
@@ -198,9 +233,11 @@ GATE_KEYS = {
     "confidence": "confidence",
     "time-limit": "time_limit_s",
     "busy-limit": "busy_limit",
+    "spread-limit": "spread_limit",
     "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",
+    "flush": "flush_bytes",
     "cache-dir": "cache_dir",
     "build-timeout": "build_timeout_s",
     "load-timeout": "load_timeout_s",
@@ -223,6 +260,8 @@ class Settings:
     methods: tuple[str, ...]
     progress: str
     json: Path | None
+    batch: Path | None = None
+    """Folder of requests, when kernels are judged elsewhere."""
     fail_skipped: bool = False
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
@@ -279,6 +318,7 @@ def read_settings(config: pytest.Config) -> Settings:
         methods=_unique(values["method"] or ["expert"]),
         progress=values["progress"] or "auto",
         json=given_path(config, "json", values["json"]) if values["json"] else None,
+        batch=_batch(config, values["executor"] or LOCAL),
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
         given=given,
@@ -290,6 +330,10 @@ def given_path(config: pytest.Config, name: str, text: str) -> Path:
     from_ini = config.getoption(f"klineage_{name.replace('-', '_')}") is None
     base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
     return (base / Path(text).expanduser()).absolute()
+
+
+def _batch(config: pytest.Config, text: str) -> Path | None:
+    return given_path(config, "executor", text.partition(":")[2]) if text != LOCAL else None
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -39,7 +39,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 COMMANDS = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage"], "python": []}
 QUICK = (
-    "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider"
+    "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
+    "--klineage-spread-limit=1e6"
 )
 """Examples are about what happens, not about precise figures."""
 EXAMPLE_LIMIT_S = 180

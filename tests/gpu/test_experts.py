@@ -58,7 +58,7 @@ LAYERS = (
     (1, 8, 5, 5, 8, 1, 1, 0), (9, 512, 7, 7, 512, 3, 1, 1),
     (2, 128, 28, 28, 192, 1, 1, 0), (2, 64, 16, 16, 64, 5, 1, 0), (2, 128, 28, 28, 128, 3, 1, 1),
 )  # fmt: skip
-"""Layers of residual networks, small ones, those that fill no tile, and several images whose planes fill no 64 pixels."""
+"""Layers of residual networks, small ones, those that fill no tile, and images whose planes fill no 64 pixels."""
 SUPPORTED = (
     Neighbours("gemm", "bf16", ((512, 768, 320), (256, 256, 256), (1024, 256, 2048))),
     Neighbours("conv2d", "fp16", CONVOLVED),
@@ -76,14 +76,22 @@ EXPERT_ONLY = (
     Neighbours("conv2d", "fp16", LAYERS, (("layout", "nhwc"),)),
     Neighbours("conv2d", "bf16", LAYERS),
     Neighbours("conv2d", "bf16", LAYERS, (("layout", "nhwc"),)),
+    Neighbours("topk", "fp32", ((8, 4096, 512), (2, 262144, 2048), (3, 65537, 1), (5, 8191, 8191 // 4))),
+    Neighbours("topk", "fp16", ((8, 4096, 512), (2, 131072, 64), (3, 33, 33))),
+    Neighbours("topk", "bf16", ((8, 4096, 512), (2, 262144, 2048), (7, 16387, 100))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 512), (2, 6, 128, 64, 17000), (4, 4, 64, 64, 200))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 9000), (4, 8, 64, 64, 777)), (("initial_state", True),)),
 )
-"""What lies beyond the shapes of the naive kernel's test."""
+"""What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types; heads of 64; other
+layers than 64 -> 128 channels; and what it takes slowly: sequences of several segments."""
 REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
     Neighbours("conv2d", "fp16", ((1, 3, 8, 8, 128, 3, 1, 1),)),
     Neighbours("conv2d", "fp32", ((1, 64, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 128),), (("causal", True),)),
-    Neighbours("topk", "fp32", ((1, 2048, 1025),)),
+    Neighbours("topk", "fp32", ((1, 4096, 2049),)),
+    Neighbours("topk", "fp16", ((1, 262145, 8),)),
+    Neighbours("gdn", "bf16", ((1, 1, 32, 64, 64),)),
     Neighbours("gdn_cumsum", "fp32", ((4, 32, 64),)),
     Neighbours("gdn_kkt_solve", "bf16", ((1, 1, 64, 64, 64),)),
     Neighbours("gdn_fused_fwd", "bf16", ((1, 1, 128, 32, 64),)),

@@ -16,6 +16,7 @@ ALL = OPTIONS + LAB_OPTIONS
 SAMPLES: dict[str, tuple[str, Any]] = {
     "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
+    "executor": ("batch:asked", "batch:asked"),
     "mode": ("record", "record"),
     "stage": ("compile", "compile"),
     "artifacts": ("some/built", "some/built"),
@@ -26,9 +27,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "confidence": ("0.9", 0.9),
     "time-limit": ("3.5", 3.5),
     "busy-limit": ("0.5", 0.5),
+    "spread-limit": ("3", 3.0),
     "seed": ("monday", "monday"),
     "seeds": ("7", 7),
     "threads": ("1", 1),
+    "flush": ("48MiB", 48 << 20),
     "cache-dir": ("some/cache", "some/cache"),
     "results": ("some/results", "some/results"),
     "run": ("trial", "trial"),
@@ -56,6 +59,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
 BAD = {
     "compare-fail": ("3%", "'3%' is not of the form slower:3%, with a percentage above 0 and below 100"),
     "sanitize": ("memchek", "'memchek' is not one of: memcheck, racecheck, initcheck, synccheck, all"),
+    "executor": ("remote", "'remote' is not one of: local, batch:DIR"),
     "mode": ("strict", "'strict' is not one of: gate, record"),
     "stage": ("link", "'link' is not one of: all, compile"),
     "llm": ("oracle", "'oracle' is not one of: none, anthropic, command, exchange, replay"),
@@ -65,6 +69,8 @@ BAD = {
     "precision": ("0", "0 must be above 0 and below 1"),
     "seeds": ("2.5", "'2.5' is not a whole number"),
     "threads": ("-1", "-1 must be at least 0"),
+    "spread-limit": ("1", "1 must be above 1"),
+    "flush": ("64 x", "'64 x' is not a size such as 64M, 1G or 0"),
     "time-limit": ("soon", "'soon' is not a number"),
     "run": ("", "must not be empty"),
 }

@@ -20,7 +20,6 @@ from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import same_class
 from pytest_klineage.records import (
     Asked,
-    Code,
     Event,
     Judged,
     KernelCase,
@@ -31,6 +30,7 @@ from pytest_klineage.records import (
     to_plain,
 )
 from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.verdict import DISTURBED
 
 VERDICTS_FILE = "verdicts.jsonl"
 WIDE = 0.1
@@ -46,6 +46,14 @@ class Judging(Protocol):
     """What the walk asks for verdicts."""
 
     def __call__(self, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict: ...
+
+
+class AnyGate(Protocol):
+    """A gate, here or elsewhere."""
+
+    def judge(
+        self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None
+    ) -> Verdict: ...
 
 
 class VerdictFile:
@@ -152,16 +160,36 @@ def judged_in_peace(judge: Judge, case: KernelCase, source: KernelSource, agains
     """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one."""
     verdicts = [judge(case, source, against)]
     while len(verdicts) < BLURRED_TRIES and _blurred(verdicts[-1]):
-        time.sleep(PAUSE_S)
-        verdicts.append(judge(case, source, against))
+        verdicts.append(_once_more(judge, len(verdicts))(case, source, against))
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.
     if not verdicts[-1].scored:
         return verdicts[-1]
-    return min(verdicts, key=lambda verdict: (verdict.code is Code.INCONCLUSIVE_BUSY, _blur(verdict)))
+    return min(verdicts, key=lambda verdict: (verdict.code in DISTURBED, _blur(verdict)))
+
+
+def _once_more(judge: Judge, repeat: int) -> Judge:
+    """The judge for a repetition: after a pause here; elsewhere the repetition is a request of its own."""
+    again: Callable[[int], Judge] | None = getattr(judge, "again", None)
+    if again is not None:
+        return again(repeat)
+    time.sleep(PAUSE_S)
+    return judge
+
+
+class GateJudge:
+    """Judges by a gate, with `again` where the gate has it: the judge of walks and trials."""
+
+    def __init__(self, gate: AnyGate) -> None:
+        self._gate = gate
+        if (again := getattr(gate, "again", None)) is not None:
+            self.again = lambda repeat: GateJudge(again(repeat))
+
+    def __call__(self, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        return self._gate.judge(case, source, reference_source=against)
 
 
 def _blurred(verdict: Verdict) -> bool:
-    return verdict.scored and (verdict.code is Code.INCONCLUSIVE_BUSY or _blur(verdict) > WIDE)
+    return verdict.scored and (verdict.code in DISTURBED or _blur(verdict) > WIDE)
 
 
 def _blur(verdict: Verdict) -> float:
