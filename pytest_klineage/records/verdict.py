@@ -178,7 +178,7 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
     log: str = ""
     """The compiler's own messages, bounded."""
     includes: dict[str, str] = {}
-    """Header libraries that were asked for by name, and their versions."""
+    """Header libraries that were asked for by name, with their versions; headers of the package, with their digests."""
     kernels: tuple[KernelResources, ...] = ()
     """The GPU kernels in it, by name; empty where a surface has none or builds them when they run."""
     artifact: str = ""

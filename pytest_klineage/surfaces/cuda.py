@@ -17,6 +17,7 @@ from pytest_klineage.surfaces import artifacts
 from pytest_klineage.surfaces.base import Built, Loaded, SurfaceBackend, SurfaceFailure
 from pytest_klineage.surfaces.compiling import bounded, compile_once, digest_of, scratch
 from pytest_klineage.surfaces.elf import check_entry
+from pytest_klineage.surfaces.headers import shared_headers
 from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
 from pytest_klineage.surfaces.resources import parse_ptxas, with_instructions
 from pytest_klineage.surfaces.toolkit import HEADER_LIBRARIES, HeaderLibrary, Toolkit, find_headers, find_toolkit
@@ -72,17 +73,24 @@ class CudaBackend(SurfaceBackend):
             build = Build(
                 digest=digest, recipe=recipe, platform=platform, command=shlex.join(shown), seconds=seconds,
                 toolchain=toolkit.description, log=bounded(said),
-                includes={item.name: item.version for item in headers},
+                includes=includes_of(source, headers),
                 kernels=with_instructions(kernels, library, toolkit.disassembler),
             )  # fmt: skip
             return artifacts.publish(directory, content, source, build)
 
     def recipe(self, source: KernelSource, *, platform: str) -> str:
         shown = shlex.join(shown_command(source, platform))
-        return digest_of(source.digest, HEADER.read_bytes(), shown, os.uname().machine)
+        shared = (f"{header.name}\n{header.text}" for header in shared_headers(source))
+        return digest_of(source.digest, HEADER.read_bytes(), *shared, shown, os.uname().machine)
 
     def load(self, artifact: Path, entry: str, module: str) -> Loaded:
         return NativeKernel(artifact, entry)
+
+
+def includes_of(source: KernelSource, libraries: list[HeaderLibrary]) -> dict[str, str]:
+    """What a build included beside its own files: versions of libraries, digests of the package's own headers."""
+    shared = {header.name: f"sha256 {header.digest}" for header in shared_headers(source)}
+    return {library.name: library.version for library in libraries} | shared
 
 
 def shown_command(source: KernelSource, platform: str) -> list[str]:
