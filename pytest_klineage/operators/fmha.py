@@ -29,8 +29,8 @@ BLOCK_ELEMENTS = 1 << 25
 class Fmha(Operator):
     """Attention, forward. Axes B, H, S, D; q and o [B,H,S,D], k and v [B,H/group,S,D]; scale = 1/sqrt(D).
 
-    `group` consecutive query heads share one head of k and v. `window` counts the keys that a query sees, the one at its
-    own position last; 0 means all up to there, and any other number needs `causal`.
+    `group` consecutive query heads share one head of k and v. `window` counts the keys that a query sees, the one at
+    its own position last; 0 means all up to there, and any other number needs `causal`.
     In layout bshd shapes stay the same and strides are those of a contiguous [B,S,H,D].
     """
 
@@ -212,7 +212,7 @@ class Fmha(Operator):
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     """Tensors [n,S,D] of [B,H,S,D] ones: so many heads of one batch entry that their scores fit in memory.
 
-    They are views, except of a tensor with fewer heads than the first, whose heads are repeated for each that shares them.
+    They are views, except of a tensor with fewer heads than the first: its heads are repeated for all that share them.
     """
     batch, heads, length, _width = tensors[0].shape
     step = max(1, BLOCK_ELEMENTS // (length * length))

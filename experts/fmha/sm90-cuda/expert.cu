@@ -56,17 +56,20 @@ int processors() {
     return count;
 }
 
-constexpr int64_t kCachedBytes = 32 << 20;  // of keys and values that the L2 holds beside everything else
+constexpr int64_t kCachedBytes = 16 << 20;  // of keys and values that the L2 holds beside everything else
 
 // Sections of equal numbers of heads whose keys and values fit into the L2: whole groups of query heads.
 void make_sections(Problem &p, int dim, int64_t bytes) {
     const int64_t groups = p.heads_of_all / p.queries_per_key_head, fit = bytes / (4 * int64_t(p.key_tokens) * dim);
     const int64_t sections = fit < 1 ? groups : (groups + fit - 1) / fit, per_section = (groups + sections - 1) / sections;
     p.section_heads = int(per_section) * p.queries_per_key_head, p.sections = int((groups + per_section - 1) / per_section);
+    p.last_heads = p.heads_of_all - (p.sections - 1) * p.section_heads;
+    p.by_section_tiles = Divider(uint32_t(p.section_heads) * p.row_tiles);
+    p.by_section_heads = Divider(p.section_heads), p.by_last_heads = Divider(p.last_heads);
 }
 
 template <class T>
-const char *attend(const klineage_call *call) {
+const char *attend(const klineage_call *call, int64_t cached = kCachedBytes) {
     const klineage_tensor &q = call->inputs[0], &k = call->inputs[1];
     CUtensorMap map_q, map_k, map_v, map_o;
     using Element = typename T::Element;
@@ -78,12 +81,9 @@ const char *attend(const klineage_call *call) {
     p.heads = int(q.shape[1]), p.queries_per_key_head = int(q.shape[1] / k.shape[1]);
     p.query_tokens = int(q.shape[2]), p.key_tokens = int(k.shape[2]);
     p.row_tiles = (p.query_tokens + T::kRows - 1) / T::kRows, p.heads_of_all = p.heads * int(q.shape[0]), p.tiles = p.row_tiles * p.heads_of_all;
+    p.by_heads = Divider(p.heads), p.by_queries_per_key_head = Divider(p.queries_per_key_head), p.by_row_tiles = Divider(p.row_tiles);
     p.causal = klineage_scalar_value(call, "causal", 0) != 0;
     p.window = int(klineage_scalar_value(call, "window", 0));
-    int64_t cached = kCachedBytes;
-#ifdef KLINEAGE_BENCH
-    cached = int64_t(klineage_scalar_value(call, "cached_mb", 32)) << 20;
-#endif
     if (p.causal && p.window == 0) make_sections(p, T::kDim, cached);
     const double scale = klineage_scalar_value(call, "scale", 1.0 / sqrt(double(T::kDim)));
     p.scale = float(scale * 1.4426950408889634);  // base-2 exponentials
@@ -95,16 +95,10 @@ const char *attend(const klineage_call *call) {
 
 template <class Element>
 const char *dispatch(const klineage_call *call) {
-#ifdef KLINEAGE_BENCH
-    switch (int(klineage_scalar_value(call, "config", -1))) {
-#define CONFIG(id, ...) case id: return attend<Tile<Element, __VA_ARGS__>>(call);
-#include "configs.inc"
-    }
-#endif
     switch (call->inputs[0].shape[3]) {
-        case 64: return attend<Tile<Element, 64, 2, 128, false, 4>>(call);
-        case 128: return attend<Tile<Element, 128, 2, 128, false, 0>>(call);
-        default: return attend<Tile<Element, 256, 2, 64, false, 0>>(call);
+        case 64: return attend<Tile<Element, 64, 2, 128, 0>>(call);
+        case 128: return attend<Tile<Element, 128, 2, 128, 0>>(call);
+        default: return attend<Tile<Element, 256, 2, 64, 0>>(call);
     }
 }
 
