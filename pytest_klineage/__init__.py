@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.markers import kernel_case
     from pytest_klineage.plugin.session import KlineageSession
     from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Status, Timing, Verdict
-    from pytest_klineage.results import Record, Run, read_run
+    from pytest_klineage.results.runs import Record, Run, read_run
     from pytest_klineage.surfaces import read_source
 
 __version__ = "0.1.0"
@@ -74,7 +74,7 @@ _HOMES = {
     "pytest_klineage.records": (
         "Code", "KernelCase", "KernelSource", "Machine", "Reason", "Status", "Timing", "Verdict",
     ),
-    "pytest_klineage.results": ("Record", "Run", "read_run"),
+    "pytest_klineage.results.runs": ("Record", "Run", "read_run"),
     "pytest_klineage.surfaces": ("read_source",),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

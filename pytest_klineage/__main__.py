@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from pytest_klineage.cli import main
+from pytest_klineage.cli.main import main
 
 sys.exit(main())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage import GateSettings, KlineageSession, gate
-from pytest_klineage.library.retrieval import DEFAULT_K
+from pytest_klineage.lab.library.retrieval import DEFAULT_K
 from pytest_klineage.records import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]

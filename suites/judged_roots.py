@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_klineage import KernelCase, KernelSource, Verdict
 from pytest_klineage.records import Machine
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 Judge = Callable[[KernelCase, KernelSource], Verdict]
 

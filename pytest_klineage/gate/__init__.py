@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pytest_klineage.gate.devices import resolve_platform
+from pytest_klineage.gate.host.cpu import resolve_platform
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.judgement import Progress
-from pytest_klineage.gate.policy import POLICIES
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
+from pytest_klineage.gate.timing.policy import POLICIES
 
 __all__ = ["DEFENCES", "POLICIES", "Gate", "GateSettings", "Progress", "resolve_platform"]

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from pytest_klineage.gate.policy import Outcome, Samples
-from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, quantile_of_others, standing
+from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.statistics import (
+    Standing,
+    median,
+    paired_interval,
+    quantile,
+    quantile_of_others,
+    standing,
+)
 from pytest_klineage.records import Code, KernelCase, Reason, Status
 from pytest_klineage.records.messages import Ended, Opened
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import TracebackType
 
 from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
-from pytest_klineage.gate.devices import resolve_platform
+from pytest_klineage.gate.host.cpu import resolve_platform
 from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
-from pytest_klineage.gate.policy import POLICIES
 from pytest_klineage.gate.settings import GateSettings
+from pytest_klineage.gate.timing.policy import POLICIES
 from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Verdict
 from pytest_klineage.references import UnsupportedCase, alternatives, reference
 from pytest_klineage.surfaces import surface_backend

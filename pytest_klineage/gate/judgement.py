@@ -13,16 +13,16 @@ import msgspec
 
 from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
 from pytest_klineage.gate import findings
-from pytest_klineage.gate.audit import Audit, audit
-from pytest_klineage.gate.building import build_kernel, built_reason, resource_reasons, unchecked_notes
-from pytest_klineage.gate.devices import usable_cores
-from pytest_klineage.gate.locks import machine_lock
-from pytest_klineage.gate.places import place_for
+from pytest_klineage.gate.host.cpu import usable_cores
+from pytest_klineage.gate.host.hosts import place_for
+from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import Rejected
-from pytest_klineage.gate.sanitizer import sanitize
 from pytest_klineage.gate.settings import GateSettings
+from pytest_klineage.gate.stages.audit import Audit, audit
+from pytest_klineage.gate.stages.build import build_kernel, built_reason, resource_reasons, unchecked_notes
+from pytest_klineage.gate.stages.sanitize import sanitize
+from pytest_klineage.gate.stages.time import CALL_SLACK_S, TimedStage
 from pytest_klineage.gate.supervise import Processes, Worker
-from pytest_klineage.gate.timed_stage import CALL_SLACK_S, TimedStage
 from pytest_klineage.records import (
     Build,
     Check,

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.gate.policy import POLICIES
+from pytest_klineage.gate.timing.policy import POLICIES
 
 DEFENCES = frozenset({
     "audit", "fresh_inputs", "verify", "two_clocks", "poison", "input_integrity", "guard_bands", "alias_rules",

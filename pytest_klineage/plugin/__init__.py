@@ -44,6 +44,6 @@ def pytest_configure(config: pytest.Config) -> None:
         session.check()
     config.pluginmanager.register(Hooks(session), "klineage-hooks")
     if not set(COMPARING_NAMES).isdisjoint(session.settings.given):
-        from pytest_klineage.plugin.baselines import register_baselines
+        from pytest_klineage.plugin.comparison.baselines import register_baselines
 
         register_baselines(session)

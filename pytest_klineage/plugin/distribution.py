@@ -75,7 +75,7 @@ def session_gpus(session: KlineageSession) -> tuple[Gpu, ...]:
     """
     if not session.settings.given:
         return ()
-    from pytest_klineage.gate.gpus import gpus_for
+    from pytest_klineage.gate.host.gpus import gpus_for
 
     try:
         return () if session.platform == "cpu" else gpus_for(session.platform)

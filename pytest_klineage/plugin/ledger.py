@@ -13,7 +13,7 @@ import pytest
 
 from pytest_klineage.errors import BadRecord, StoreError
 from pytest_klineage.records import SCHEMA_VERSION, Verdict, from_plain, to_plain
-from pytest_klineage.results import Record, RunInfo, RunStore, now
+from pytest_klineage.results.runs import Record, RunInfo, RunStore, now
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession

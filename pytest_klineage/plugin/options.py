@@ -223,10 +223,10 @@ GATE_KEYS = {
 }
 """Options that are settings of the gate, and what the gate calls them."""
 LLM_NAMES = ("llm", "model", "budget", "prices", "command", "exchange", "trajectories", "resume")
-"""Options of plugin/models.py."""
+"""Options of lab/plugin.py."""
 LLM_PATHS = ("prices", "exchange", "trajectories")
 COMPARING_NAMES = ("save", "compare", "compare-fail", "base", "summary")
-"""Options of plugin/baselines.py."""
+"""Options of plugin/comparison/baselines.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class KlineageSession:
         """
         if not self._platform:
             from pytest_klineage.gate import resolve_platform
-            from pytest_klineage.gate.gpus import gpus_for
+            from pytest_klineage.gate.host.gpus import gpus_for
 
             found = resolve_platform(self.settings.platform)
             if found != "cpu" and self.settings.gate.get("stage") != "compile" and not self.is_worker:

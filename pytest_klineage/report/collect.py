@@ -16,7 +16,7 @@ from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.records import Lineage, SkillCard, TrajectoryLine, Verdict, from_json
 from pytest_klineage.records.trajectory import Event
 from pytest_klineage.report.document import Problem
-from pytest_klineage.results import RECORDS_FILE, RUN_FILE, Record, Run, RunInfo
+from pytest_klineage.results.runs import RECORDS_FILE, RUN_FILE, Record, Run, RunInfo
 
 LINEAGE_FILE, CARD_FILE, LINES_SUFFIX = "lineage.json", "card.json", ".jsonl"
 LOCAL_RUNS = "runs"

@@ -9,7 +9,7 @@ from pytest_klineage.records import Code, Interval, KernelCase, Status, Verdict
 from pytest_klineage.report.aggregate import by_kernel
 from pytest_klineage.report.collect import Material
 from pytest_klineage.report.steps import Optimization, Step, optimization_of
-from pytest_klineage.results import Record, Run
+from pytest_klineage.results.runs import Record, Run
 
 UNNAMED = "kernel"
 """The method of kernels that somebody wrote, where their labels name no methods."""

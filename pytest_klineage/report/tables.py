@@ -15,7 +15,7 @@ from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
 from pytest_klineage.report.builds import build_summary, only_built
 from pytest_klineage.report.wording import in_one_line
-from pytest_klineage.results import Run
+from pytest_klineage.results.runs import Run
 
 WIDTH = 100
 HEADERS = ("case", "kernel", "ref", "ref ms", "cand ms", "speedup", "status")

@@ -19,7 +19,7 @@ from pytest_klineage.surfaces.cubin import Unit
 from pytest_klineage.surfaces.python import MODULE_NAME
 
 AHEAD = Path(__file__).with_name("ahead.py")
-CONTAINMENT = Path(__file__).parents[1] / "worker" / "containment.py"
+CONTAINMENT = Path(__file__).parents[1] / "worker" / "sandbox" / "containment.py"
 RESULT_LIMIT = 4 << 20
 """Bytes of a result that are read; what ptxas says of one kernel is about 1 kB."""
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/sys/devices/system/cpu", "/proc")

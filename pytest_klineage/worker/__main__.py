@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from pytest_klineage.channel import Channel, ChannelClosed
-from pytest_klineage.worker import containment
+from pytest_klineage.worker.sandbox import containment
 
 
 def main(arguments: list[str]) -> int:

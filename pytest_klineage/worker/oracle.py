@@ -39,12 +39,12 @@ from pytest_klineage.records.messages import (
 from pytest_klineage.records.messages import (
     Problem as ProblemMessage,
 )
-from pytest_klineage.worker.arena import OracleArena, SharedArena
+from pytest_klineage.worker.host.arena import OracleArena, SharedArena
 from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
 from pytest_klineage.worker.rounds import Player, View, WorkerProblem
 
 if TYPE_CHECKING:
-    from pytest_klineage.worker.device_oracle import Blocks
+    from pytest_klineage.worker.device.oracle import Blocks
 
 KEPT_CASES = 4
 NOVEL_EVERY = 4
@@ -147,8 +147,8 @@ class Oracle:
         """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
         if self.blocks is None:
             return Player(role, channel), [SharedArena(signature) for signature in signatures]
-        from pytest_klineage.worker.device_arena import LEAST_SLOTS, DeviceArena
-        from pytest_klineage.worker.device_rounds import DevicePlayer
+        from pytest_klineage.worker.device.arena import LEAST_SLOTS, DeviceArena
+        from pytest_klineage.worker.device.rounds import DevicePlayer
 
         player = DevicePlayer(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
@@ -252,10 +252,10 @@ class Oracle:
 
 def start_on_gpu(oracle: Oracle) -> Blocks:
     """Make the GPU this oracle's place of work."""
-    from pytest_klineage.worker import device
-    from pytest_klineage.worker.device_oracle import Blocks
+    from pytest_klineage.worker.device import memory
+    from pytest_klineage.worker.device.oracle import Blocks
 
-    device.initialise()
+    memory.initialise()
     return Blocks(oracle)
 
 

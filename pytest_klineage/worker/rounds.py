@@ -36,9 +36,9 @@ from pytest_klineage.records.messages import (
     Sample,
     Stop,
 )
-from pytest_klineage.worker.arena import OracleArena, is_poison, poison
+from pytest_klineage.worker.host.arena import OracleArena, is_poison, poison
+from pytest_klineage.worker.host.scheduling import waited_ns
 from pytest_klineage.worker.problems import Disguised, Plain
-from pytest_klineage.worker.scheduling import waited_ns
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors

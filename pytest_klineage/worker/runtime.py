@@ -20,11 +20,11 @@ from pytest_klineage.records.messages import Job, Loaded, LoadFailed
 from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import Loaded as LoadedKernel
-from pytest_klineage.worker import containment
-from pytest_klineage.worker.calls import CallLoop
+from pytest_klineage.worker.host.calls import CallLoop
+from pytest_klineage.worker.sandbox import containment
 
 if TYPE_CHECKING:
-    from pytest_klineage.worker.device_calls import DeviceClock
+    from pytest_klineage.worker.device.calls import DeviceClock
 
 MESSAGE_LIMIT = 4_000
 GPU_VARIABLES = (
@@ -75,7 +75,7 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     if clock is None:
         CallLoop(channel, kernel).serve()
     else:
-        from pytest_klineage.worker.device_calls import DeviceLoop
+        from pytest_klineage.worker.device.calls import DeviceLoop
 
         DeviceLoop(channel, kernel, clock).serve()
 
@@ -87,10 +87,10 @@ def on_gpu(job: Job) -> bool:
 
 def device_clock(job: Job) -> DeviceClock:
     """The context, the stream and the events of a worker on a GPU."""
-    from pytest_klineage.worker import device
-    from pytest_klineage.worker.device_calls import DeviceClock
+    from pytest_klineage.worker.device import memory
+    from pytest_klineage.worker.device.calls import DeviceClock
 
-    device.initialise()
+    memory.initialise()
     return DeviceClock(job.flush_bytes)
 
 
@@ -165,7 +165,7 @@ def load(job: Job) -> LoadedKernel:
 
         return ReferenceKernel(job)
     if job.refuse_framework:
-        from pytest_klineage.worker.refusal import refuse_compute
+        from pytest_klineage.worker.sandbox.refusal import refuse_compute
 
         refuse_compute()
     return surface_backend(job.surface).load(Path(job.artifact), job.entry, job.module)

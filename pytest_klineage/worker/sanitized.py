@@ -1,6 +1,6 @@
 """A process that calls one built native kernel twice and ends, for a tool that watches it. It judges nothing.
 
-gate/sanitizer.py starts it under compute-sanitizer: `python -m pytest_klineage.worker.sanitized JOBFILE`. torch makes
+gate/stages/sanitize.py starts it under compute-sanitizer: `python -m pytest_klineage.worker.sanitized JOBFILE`. torch makes
 the inputs on the CPU; all that the GPU sees is plain allocations, copies and the kernel, for tools slow down everything
 that they watch.
 """
@@ -21,8 +21,9 @@ from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.records import DTYPES, Code, KernelCase, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.records.messages import Job, Loaded, LoadFailed
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
-from pytest_klineage.worker import containment, device
+from pytest_klineage.worker.device import memory as device
 from pytest_klineage.worker.runtime import bounded, describe
+from pytest_klineage.worker.sandbox import containment
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.records.messages import End, Ended, Job, Spawn, Spawned, ToTemplate
-from pytest_klineage.worker import containment
+from pytest_klineage.worker.sandbox import containment
 
 LIBRARY_NAMES = re.compile(
     r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so",

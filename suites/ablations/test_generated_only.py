@@ -33,10 +33,10 @@ from trials import (
 )
 
 from pytest_klineage import KlineageSession, UnknownName
-from pytest_klineage.library.retrieval import CardIndex
-from pytest_klineage.optimizers import disagreements
-from pytest_klineage.optimizers.klineage import CARD_METHODS
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.library.retrieval import CardIndex
+from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.optimizers.klineage import CARD_METHODS
+from pytest_klineage.lab.plugin import Models
 
 NAME, WITH_CARDS = "generated_only", "roundtrip_recovery"
 DEFAULT = "generated-only"

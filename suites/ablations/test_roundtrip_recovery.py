@@ -33,8 +33,8 @@ from trials import (
 )
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.optimizers import disagreements
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.plugin import Models
 
 NAME = "roundtrip_recovery"
 

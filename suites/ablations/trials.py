@@ -12,16 +12,16 @@ import msgspec
 import pytest
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
-from pytest_klineage.library.cards import find_cards
-from pytest_klineage.library.experts import Expert, find_experts
-from pytest_klineage.library.retrieval import CardIndex
-from pytest_klineage.llm.trajectory import read_trajectory
-from pytest_klineage.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
-from pytest_klineage.optimizers.instructions import cpu_features
-from pytest_klineage.optimizers.klineage import CardMethod, card_method
-from pytest_klineage.optimizers.recording import VERDICT_TOPIC, Told
-from pytest_klineage.optimizers.session import Judge
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.library.cards import find_cards
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.retrieval import CardIndex
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
+from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.klineage import CardMethod, card_method
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Told
+from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.records import (
     Begun,
     Event,
@@ -34,7 +34,7 @@ from pytest_klineage.records import (
     from_json,
     to_json,
 )
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 # Not with the others: it lies in the folder above.

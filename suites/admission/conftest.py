@@ -16,13 +16,13 @@ from shelf import begun_of, verified_lineages  # isort: skip
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.induction.admit import Compare
-from pytest_klineage.induction.lift_groups import grouped, sites_of
-from pytest_klineage.induction.verdicts import judged_in_peace
-from pytest_klineage.library.lineages import StoredLineage
-from pytest_klineage.llm import Session
-from pytest_klineage.llm.replay import ReplayBackend
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.induction.admit import Compare
+from pytest_klineage.lab.induction.lift_groups import grouped, sites_of
+from pytest_klineage.lab.induction.verdicts import judged_in_peace
+from pytest_klineage.lab.library.lineages import StoredLineage
+from pytest_klineage.lab.llm import Session
+from pytest_klineage.lab.llm.replay import ReplayBackend
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pytest_klineage.library.lineages import StoredLineage, find_lineages, load_lineage, verify_lineage
-from pytest_klineage.llm import read_trajectory
+from pytest_klineage.lab.library.lineages import StoredLineage, find_lineages, load_lineage, verify_lineage
+from pytest_klineage.lab.llm import read_trajectory
 from pytest_klineage.records import Begun, Event, Noted
 
 

@@ -18,18 +18,18 @@ from shelf import begun_of  # isort: skip
 
 from pytest_klineage.errors import KlineageError
 from pytest_klineage.gate import Gate
-from pytest_klineage.induction.admit import REPAIRS, Compare, problem_with, roundtrip
-from pytest_klineage.induction.admit_store import read_trial, save_trial, trial_folders, tried
-from pytest_klineage.induction.admit_targets import Shapes, Target, targets_for
-from pytest_klineage.induction.verdicts import VerdictFile
-from pytest_klineage.library.cards import card_folders, read_card, with_trials, write_card
-from pytest_klineage.library.lineages import StoredLineage
-from pytest_klineage.library.lint import lint_folder
-from pytest_klineage.library.rendering import speedup_text
-from pytest_klineage.llm import Session
-from pytest_klineage.optimizers import disagreements
-from pytest_klineage.optimizers.instructions import machine_text
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.induction.admit import REPAIRS, Compare, problem_with, roundtrip
+from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
+from pytest_klineage.lab.induction.admit_targets import Shapes, Target, targets_for
+from pytest_klineage.lab.induction.verdicts import VerdictFile
+from pytest_klineage.lab.library.cards import card_folders, read_card, with_trials, write_card
+from pytest_klineage.lab.library.lineages import StoredLineage
+from pytest_klineage.lab.library.lint import lint_folder
+from pytest_klineage.lab.library.rendering import speedup_text
+from pytest_klineage.lab.llm import Session
+from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.optimizers.instructions import machine_text
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import CardStatus, KernelCase, KernelSource, SkillCard, TrialOutcome, Verdict
 

@@ -20,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shelf import begun_of, noted, verified_lineages  # isort: skip
 
 from pytest_klineage.errors import KlineageError
-from pytest_klineage.induction.lift import LIFTED, NOT_LIFTED, lift
-from pytest_klineage.induction.lift_groups import Group, grouped, sites_of
-from pytest_klineage.library.cards import find_cards, write_card
-from pytest_klineage.llm import Session
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.induction.lift import LIFTED, NOT_LIFTED, lift
+from pytest_klineage.lab.induction.lift_groups import Group, grouped, sites_of
+from pytest_klineage.lab.library.cards import find_cards, write_card
+from pytest_klineage.lab.llm import Session
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.records import CardStatus, SkillCard
 
 LIFTS = "lifts"

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.gate.devices import processor_name, usable_cores
-from pytest_klineage.library.experts import find_experts
+from pytest_klineage.gate.host.cpu import processor_name, usable_cores
+from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import KernelSource
 
 ROOT = Path(__file__).resolve().parents[2]

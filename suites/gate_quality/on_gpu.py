@@ -11,7 +11,7 @@ import pytest
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.library.experts import find_experts
+from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import KernelCase, KernelSource, LibraryPolicy, SourceFile, Surface, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]

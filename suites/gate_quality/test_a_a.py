@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.statistics import Standing, median, paired_interval, quantile, standing
+from pytest_klineage.gate.timing.statistics import Standing, median, paired_interval, quantile, standing
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, KernelSource, Machine, Verdict, speedup
 

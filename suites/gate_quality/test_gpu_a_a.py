@@ -21,7 +21,7 @@ from test_a_a import MARGIN, Trial, intervals, table_of, trial_of
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.gate.statistics import Standing, median, standing
+from pytest_klineage.gate.timing.statistics import Standing, median, standing
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource
 

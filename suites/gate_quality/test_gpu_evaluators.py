@@ -30,8 +30,8 @@ from on_gpu import gpu_platform, kept_rows, machine_of, results_file, sources
 from pytest_klineage import KlineageSession
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.building import build_kernel
-from pytest_klineage.gate.statistics import median
+from pytest_klineage.gate.stages.build import build_kernel
+from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource, Surface, Verdict
 

@@ -15,7 +15,7 @@ from on_gpu import gpu_platform, machine_of, sources
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.gate.statistics import median
+from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Surface
 

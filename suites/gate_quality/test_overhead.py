@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.statistics import median
+from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Machine
 

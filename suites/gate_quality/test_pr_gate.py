@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.statistics import median
-from pytest_klineage.library.baselines import pins_of
+from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, Outcome
 from pytest_klineage.report.compare import compare, confirmed
+from pytest_klineage.results.baselines import pins_of
 
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 RUNS = 23

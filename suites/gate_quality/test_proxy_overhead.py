@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_klineage.external.evaluating import Target, Telling
-from pytest_klineage.external.proxy import Upstream
-from pytest_klineage.external.runner import Limits, Run, Setup, run_optimizer
-from pytest_klineage.external.wire import ProxySettings
-from pytest_klineage.llm.prices import Prices
+from pytest_klineage.lab.external.evaluating import Target, Telling
+from pytest_klineage.lab.external.proxy import Upstream
+from pytest_klineage.lab.external.runner import Limits, Run, Setup, run_optimizer
+from pytest_klineage.lab.external.wire import ProxySettings
+from pytest_klineage.lab.llm.prices import Prices
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Surface
 

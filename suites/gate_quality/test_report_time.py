@@ -16,7 +16,7 @@ LIMIT_S = 30.0
 CODE = """\
 import sys
 sys.modules["torch"] = None  # an import of torch would fail
-from pytest_klineage.cli import main
+from pytest_klineage.cli.main import main
 sys.exit(main(["report", *sys.argv[1:]]))
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pytest_klineage.library.retrieval import DEFAULT_K, CardIndex, Target
+from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex, Target
 from pytest_klineage.records import (
     CardScope,
     CardStatus,

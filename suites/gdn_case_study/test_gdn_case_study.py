@@ -19,7 +19,7 @@ import pytest
 from tabulate import tabulate
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, paper_case
-from pytest_klineage.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.records import INSTRUCTIONS, Interval, KernelSource, Verdict
 
 ROOT = Path(__file__).parents[2]

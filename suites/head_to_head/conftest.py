@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.plugin import Models
 
 FOLDER = "head_to_head"
 

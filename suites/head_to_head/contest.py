@@ -12,18 +12,18 @@ import msgspec
 import pytest
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, UnknownName, Verdict, paper_case
-from pytest_klineage.library.cards import find_cards
-from pytest_klineage.library.experts import Expert, find_experts
-from pytest_klineage.library.retrieval import CardIndex
-from pytest_klineage.llm.trajectory import read_trajectory
-from pytest_klineage.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
-from pytest_klineage.optimizers.instructions import cpu_features
-from pytest_klineage.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
-from pytest_klineage.optimizers.replaying import read_recorded, replayed
-from pytest_klineage.optimizers.session import Judge
-from pytest_klineage.plugin.models import ALL, Models
+from pytest_klineage.lab.library.cards import find_cards
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.retrieval import CardIndex
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
+from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
+from pytest_klineage.lab.optimizers.replaying import read_recorded, replayed
+from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.plugin import ALL, Models
 from pytest_klineage.records import Begun, to_json
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 from pytest_klineage.surfaces import SURFACES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

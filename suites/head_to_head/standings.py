@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.optimizers.methods import METHOD_NAMES
-from pytest_klineage.optimizers.replaying import repeats_of, steps_of
+from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
+from pytest_klineage.lab.optimizers.replaying import repeats_of, steps_of
 from pytest_klineage.records import Answered, Interval, Machine
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect

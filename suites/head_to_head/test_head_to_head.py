@@ -31,8 +31,8 @@ from contest import (
 from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
-from pytest_klineage.optimizers import disagreements
-from pytest_klineage.plugin.models import Models
+from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import SESSION_KEY
 
 FOLDER = "head_to_head"

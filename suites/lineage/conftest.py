@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pytest_klineage import Gate, GateSettings, KernelCase, KernelSource, KlineageSession, Verdict
-from pytest_klineage.induction.verdicts import Judge
+from pytest_klineage.lab.induction.verdicts import Judge
 
 QUICK = {"time_limit_s": 1.0, "precision": 0.05}
 """A sign needs no sharp figure: one second of pairs at most, less when they agree within 5 %. Given options win."""

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict, paper_case
-from pytest_klineage.induction.keeping import TRAJECTORY_FILE, induce, replay, trajectory_settings
-from pytest_klineage.induction.verdicts import Judge
-from pytest_klineage.induction.walk import Origin, WalkSettings
-from pytest_klineage.library.experts import Expert, find_experts
-from pytest_klineage.library.lineages import FOLDER, LINEAGE_FILE, read_record
-from pytest_klineage.optimizers.instructions import instructions_for, machine_text
+from pytest_klineage.lab.induction.keeping import TRAJECTORY_FILE, induce, replay, trajectory_settings
+from pytest_klineage.lab.induction.verdicts import Judge
+from pytest_klineage.lab.induction.walk import Origin, WalkSettings
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.lineages import FOLDER, LINEAGE_FILE, read_record
+from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
 
 if TYPE_CHECKING:
-    from pytest_klineage.plugin.models import Models
+    from pytest_klineage.lab.plugin import Models
 
 EXPERTS = Path(__file__).parents[2] / "experts"
 GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}

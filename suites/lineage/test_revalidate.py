@@ -13,9 +13,9 @@ from typing import NamedTuple
 import pytest
 
 from pytest_klineage import BadRecord, UsageError
-from pytest_klineage.induction.revalidate import recheck
-from pytest_klineage.induction.verdicts import Judge
-from pytest_klineage.library.lineages import find_lineages, load_lineage, problems_of, read_record
+from pytest_klineage.lab.induction.revalidate import recheck
+from pytest_klineage.lab.induction.verdicts import Judge
+from pytest_klineage.lab.library.lineages import find_lineages, load_lineage, problems_of, read_record
 from pytest_klineage.plugin.session import SESSION_KEY
 from pytest_klineage.records import Status
 

@@ -19,9 +19,9 @@ import msgspec
 import pytest
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName, UsageError, paper_case
-from pytest_klineage.library.experts import Expert, find_experts
-from pytest_klineage.optimizers.methods import METHOD_NAMES
-from pytest_klineage.optimizers.replaying import best_made, best_recorded, replayed
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
+from pytest_klineage.lab.optimizers.replaying import best_made, best_recorded, replayed
 from pytest_klineage.records import INSTRUCTIONS, KernelSource
 
 EXPERTS = Path(__file__).parents[2] / "experts"

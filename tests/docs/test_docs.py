@@ -21,13 +21,13 @@ import msgspec
 import pytest
 
 from pytest_klineage import KernelGate, Timing, Verdict, kernel_case, paper_case
-from pytest_klineage.cli import RECORDS
+from pytest_klineage.cli.main import RECORDS
 from pytest_klineage.gate import DEFENCES, POLICIES
 from pytest_klineage.operators import OPERATORS
 from pytest_klineage.plugin.options import OPTIONS
 from pytest_klineage.records import Code, Status
 from pytest_klineage.references import REFERENCES
-from pytest_klineage.results import Record, RunInfo
+from pytest_klineage.results.runs import Record, RunInfo
 from pytest_klineage.surfaces import SURFACES
 from pytest_klineage.surfaces.native import HEADER
 

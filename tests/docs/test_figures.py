@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from pytest_klineage import Timing, Verdict
-from pytest_klineage.gate.statistics import log_ratios, median, paired_interval
-from pytest_klineage.results import Record
+from pytest_klineage.gate.timing.statistics import log_ratios, median, paired_interval
+from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[2]
 FACTS = ROOT / "docs" / "measured-facts.md"

@@ -14,7 +14,7 @@ import pytest
 from device import need_module
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.library.experts import find_experts
+from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Code, KernelCase, KernelSource, Surface, Verdict
 from pytest_klineage.surfaces.toolkit import find_toolkit

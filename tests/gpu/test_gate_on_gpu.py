@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pytest_klineage.gate.attribution import Owner, owner_of
+from pytest_klineage.gate.stages.attribute import Owner, owner_of
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Code, KernelSource, LibraryPolicy, SourceFile, Surface, Verdict
 

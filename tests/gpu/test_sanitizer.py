@@ -9,10 +9,10 @@ import pytest
 
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.building import build_kernel
-from pytest_klineage.gate.sanitizer import CLEAN, Sanitized, find_sanitizer, sanitize
 from pytest_klineage.gate.settings import SANITIZERS
-from pytest_klineage.library.experts import find_experts
+from pytest_klineage.gate.stages.build import build_kernel
+from pytest_klineage.gate.stages.sanitize import CLEAN, Sanitized, find_sanitizer, sanitize
+from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.operators import make_case, paper_case
 from pytest_klineage.records import Code, KernelCase, KernelSource, SourceFile, Surface, Verdict
 from pytest_klineage.records.messages import Job

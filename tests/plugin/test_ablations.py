@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.library.cards import write_card
+from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.records import (
     CardScope,
     CardStatus,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.plugin.base_checkout import BaseCheckout, KernelFiles
+from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout, KernelFiles
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 

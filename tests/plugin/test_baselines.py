@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.cli import main
-from pytest_klineage.library.baselines import read_baseline
+from pytest_klineage.cli.main import main
 from pytest_klineage.records import from_json
 from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.results.baselines import read_baseline
 
 GEMM = """
 #include "klineage.h"

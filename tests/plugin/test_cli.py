@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage import __version__
-from pytest_klineage.cli import RECORDS, main
-from pytest_klineage.doctor import Finding, cpu_ready, examine, finding_lines
+from pytest_klineage.cli.doctor import Finding, cpu_ready, examine, finding_lines
+from pytest_klineage.cli.main import RECORDS, main
 
 
 def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -72,7 +72,7 @@ def test_the_report_is_made_without_torch(fake_gate: Path, pytester: pytest.Pyte
     pytester.runpytest().assert_outcomes(passed=1)
     code = (
         "import sys; sys.modules['torch'] = None\n"  # an import of torch would fail
-        "from pytest_klineage.cli import main\n"
+        "from pytest_klineage.cli.main import main\n"
         "assert main(['report', 'latest']) == 0\n"
         "assert main(['report', 'latest', '--markdown', '--output', 'table.md']) == 0\n"
     )
@@ -158,7 +158,7 @@ def test_doctor_finds_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_doctor_does_not_import_torch() -> None:
-    code = "import sys; from pytest_klineage.doctor import examine; examine(); assert 'torch' not in sys.modules"
+    code = "import sys; from pytest_klineage.cli.doctor import examine; examine(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,7 +12,7 @@ from pytest_klineage.plugin.distribution import Distribution, num_workers, pytes
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records.device import Gpu
 
-FAKE = Path(__file__).parents[1] / "unit" / "gate" / "fake_pynvml.py"
+FAKE = Path(__file__).parents[1] / "unit" / "gate" / "host" / "fake_pynvml.py"
 CONFTEST = """
 import os, pathlib
 

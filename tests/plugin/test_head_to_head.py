@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.llm.trajectory import read_trajectory
+from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.records import Begun, Judged
 
 MODEL = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.results import read_run
+from pytest_klineage.results.runs import read_run
 
 SUITE = """
 import pathlib

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.cli import main
-from pytest_klineage.results import read_run
+from pytest_klineage.cli.main import main
+from pytest_klineage.results.runs import read_run
 
 SUITE = """
 from pytest_klineage import kernel_case

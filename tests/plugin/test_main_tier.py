@@ -14,7 +14,7 @@ import pytest
 
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.records import Code, Surface
-from pytest_klineage.results import list_runs, read_run
+from pytest_klineage.results.runs import list_runs, read_run
 from pytest_klineage.surfaces.toolkit import find_toolkit
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.gate import gpus
+from pytest_klineage.gate.host import gpus
 from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_value, read_settings
 from pytest_klineage.plugin.session import KlineageSession
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.records import Status
-from pytest_klineage.results import read_run
+from pytest_klineage.results.runs import read_run
 
 SUITE = """
 import pytest

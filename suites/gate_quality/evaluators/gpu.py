@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from evaluators.process import Process
 from pytest_klineage.gate import GateSettings
-from pytest_klineage.gate.locks import machine_lock
-from pytest_klineage.gate.places import place_for
+from pytest_klineage.gate.host.hosts import place_for
+from pytest_klineage.gate.host.locks import machine_lock
 
 
 @contextlib.contextmanager

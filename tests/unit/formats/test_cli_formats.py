@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.cli_formats import add_formats
+from pytest_klineage.cli.formats import add_formats
 from pytest_klineage.formats import definition_of
 from pytest_klineage.formats.trace_export import workload_of
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Code, Interval, Reason, Timing, Verdict, to_json
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 PROBLEM = """import torch
 import torch.nn as nn

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.gate import findings
-from pytest_klineage.gate.devices import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
 from pytest_klineage.gate.findings import (
     CLOCK_FLOOR_MS,
     CLOCK_SHARE,
@@ -28,8 +27,9 @@ from pytest_klineage.gate.findings import (
     library_reason,
     timing_reason,
 )
-from pytest_klineage.gate.policy import Outcome, Samples
-from pytest_klineage.gate.statistics import median
+from pytest_klineage.gate.host.cpu import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
+from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.records import Code, Interval, KernelCase
 from pytest_klineage.records.messages import Ended, Opened
 

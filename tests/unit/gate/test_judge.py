@@ -13,8 +13,8 @@ import pytest
 from pytest_klineage import surfaces
 from pytest_klineage.errors import HarnessError, UnknownName, UsageError, WorkerDied
 from pytest_klineage.gate import DEFENCES, Gate, Progress
-from pytest_klineage.gate.devices import last_level_cache_bytes
-from pytest_klineage.gate.policy import LEAST_PAIRS
+from pytest_klineage.gate.host.cpu import last_level_cache_bytes
+from pytest_klineage.gate.timing.policy import LEAST_PAIRS
 from pytest_klineage.records import Code, KernelCase, KernelSource, LibraryPolicy, Status, Surface, Verdict
 from pytest_klineage.surfaces.cpp import CppBackend
 
@@ -340,7 +340,7 @@ class TestForgery:
     def test_a_call_that_took_no_time_is_not_believed(self, change: Change, judge: Judge, python: Python) -> None:
         change(defences=DEFENCES - {"audit"})
         text = (
-            "import pytest_klineage.worker.calls as calls\n"
+            "import pytest_klineage.worker.host.calls as calls\n"
             "calls.CallLoop.run.__defaults__ = (lambda: 5,)\n"
             "def run(a, b):\n    return a @ b\n"
         )

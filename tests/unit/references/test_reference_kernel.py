@@ -15,7 +15,7 @@ from pytest_klineage.references import Trial, Variant
 from pytest_klineage.surfaces.base import Memory
 from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker import reference_kernel
-from pytest_klineage.worker.arena import plan
+from pytest_klineage.worker.host.arena import plan
 from pytest_klineage.worker.reference_kernel import Converted, ReferenceKernel
 
 

@@ -52,7 +52,7 @@ from pytest_klineage.records import (
     Verdict,
     to_json,
 )
-from pytest_klineage.results import Record, RunInfo
+from pytest_klineage.results.runs import Record, RunInfo
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)> & \u2028 | ` * ["
 MACHINE = Machine(platform="cpu", device="Test CPU @ 3 GHz", cores=2, software={"torch": "2.13.0"})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pytest_klineage.records import INSTRUCTIONS, Build, Code, KernelResources, Verdict
 from pytest_klineage.report.builds import HEADERS, only_built
 from pytest_klineage.report.tables import WIDTH, markdown_report, summary_lines, table_lines, terminal_report
-from pytest_klineage.results import Run, RunInfo
+from pytest_klineage.results.runs import Run, RunInfo
 
 MakeVerdict = Callable[..., Verdict]
 KERNELS = (
@@ -72,7 +72,7 @@ def test_no_line_is_wider_than_the_table_may_be(words: list[str], label: str) ->
 
 @pytest.mark.parametrize("render", [terminal_report, markdown_report])
 def test_a_report_has_the_same_table(render: Callable[[Run], str], make_verdict: MakeVerdict) -> None:
-    from pytest_klineage.results import Record
+    from pytest_klineage.results.runs import Record
 
     info = RunInfo(started_at="2026-01-02T03:04:05Z", platform="sm90", name="")
     run = Run(path=Path("x"), info=info, records=(Record(nodeid="t", verdict=built(make_verdict)),))

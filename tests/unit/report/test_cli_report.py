@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from report_sample import verdict_of, write_run
 
-from pytest_klineage.cli import main
+from pytest_klineage.cli.main import main
 
 
 def test_one_run_alone_is_its_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_misuse_is_one_line(
 def test_a_report_needs_no_torch(everything: Path, tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pytest_klineage.cli import main\n"
+        "from pytest_klineage.cli.main import main\n"
         f"assert main(['report', {str(everything)!r}, '--html', {str(tmp_path / 'r.html')!r}]) == 0\n"
         "assert 'matplotlib' not in sys.modules\n"
     )

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.gate.policy import POLICIES, Paired
-from pytest_klineage.gate.statistics import paired_interval
+from pytest_klineage.gate.timing.policy import POLICIES, Paired
+from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.records import Code, Interval, Machine, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Outcome, Pin, samples_digest
 from pytest_klineage.report.compare import (

@@ -23,7 +23,7 @@ from pytest_klineage.report.tables import (
     table_lines,
     terminal_report,
 )
-from pytest_klineage.results import Record, Run, RunInfo
+from pytest_klineage.results.runs import Record, Run, RunInfo
 
 MakeVerdict = Callable[..., Verdict]
 

@@ -12,7 +12,7 @@ import pytest
 
 from pytest_klineage import KernelSource, Verdict, paper_case
 from pytest_klineage.records import Code, Interval, Machine, Reason, SourceFile, Surface, Timing, to_json
-from pytest_klineage.results import Record
+from pytest_klineage.results.runs import Record
 
 CASE = paper_case("topk", "cpu", "torch")
 HERE = Machine(platform="cpu", device="A CPU", cores=2)

@@ -17,7 +17,7 @@ from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, ahead, declared, jit
 from pytest_klineage.surfaces.base import Built
 from pytest_klineage.surfaces.jit import JitBackend, copy_entries
-from pytest_klineage.worker.containment import landlock_abi
+from pytest_klineage.worker.sandbox.containment import landlock_abi
 
 PLAIN = "def run(a, b, out):\n    out.copy_(a)\n"
 

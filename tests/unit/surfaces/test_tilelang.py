@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.library.experts import read_expert
+from pytest_klineage.lab.library.experts import read_expert
 from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, jit
 from pytest_klineage.surfaces.base import Built

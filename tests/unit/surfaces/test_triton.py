@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.library.experts import read_expert
+from pytest_klineage.lab.library.experts import read_expert
 from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, jit
 from pytest_klineage.surfaces.ahead import Misdeclared, specialise

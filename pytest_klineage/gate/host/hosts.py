@@ -1,0 +1,231 @@
+"""Where a judgement takes place, the CPU or one GPU: lock, cache, environment and record, and who else is there."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from types import TracebackType
+from typing import NamedTuple
+
+import msgspec
+
+from pytest_klineage.gate.findings import Peaks, busy_reason
+from pytest_klineage.gate.host.cpu import (
+    PEAK_BYTES_PER_CORE,
+    PEAK_FLOPS_PER_CORE,
+    LoadMeter,
+    describe_cpu,
+    last_level_cache_bytes,
+)
+from pytest_klineage.gate.host.gpus import choose_gpu, describe_gpu
+from pytest_klineage.gate.host.monitor import GpuMeter
+from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
+from pytest_klineage.gate.host.nvml import open_nvml
+from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
+
+GPU_FLUSH_BYTES = 256 << 20
+"""What Triton's do_bench writes between two calls: four times the L2 of an H200."""
+GPU_PEAKS = Peaks(flops=4.0e15, bytes=12.0e12)
+"""Sparse fp8 at twice the H200's rate, and more than twice its memory's: no GPU of these platforms is faster."""
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of a GPU: what nobody holds, and all of it."""
+
+    free_bytes: int
+    total_bytes: int
+
+
+class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen beside a timing."""
+
+    foreign_load: float = 0.0
+    """Share of the machine's CPU time that others used; 0 on a GPU."""
+    neighbours: Neighbours | None = None
+    readings: GpuReadings | None = None
+
+    def judge(self, timed: Reason, limit: float) -> Reason:
+        """The reason of a timing, made inconclusive when others disturbed it; a `limit` of 1 allows everything."""
+        if self.neighbours is not None:
+            return busy_gpu_reason(timed, self.neighbours, allow=limit >= 1)
+        return busy_reason(timed, self.foreign_load, limit)
+
+    def notes(self) -> tuple[str, ...]:
+        """What a verdict should say about it."""
+        note = neighbours_note(self.neighbours) if self.neighbours is not None else ""
+        return (note,) if note else ()
+
+
+class Watch(ABC):
+    """Looks at a place while something is timed there; a context manager."""
+
+    @abstractmethod
+    def sample(self) -> None:
+        """Take a reading, between two timed blocks."""
+
+    @abstractmethod
+    def finish(self) -> Surroundings:
+        """What was seen."""
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:  # noqa: B027 - a CPU has nothing to let go of
+        """Let go of what was opened."""
+
+
+class CpuWatch(Watch):
+    """Counts the CPU time of other processes."""
+
+    def __init__(self) -> None:
+        self._meter = LoadMeter()
+
+    def sample(self) -> None:
+        """Nothing: the system keeps the count."""
+
+    def finish(self) -> Surroundings:
+        """The share of others."""
+        return Surroundings(foreign_load=self._meter.foreign_share())
+
+
+class GpuWatch(Watch):
+    """Reads clocks, power and temperature, and who else has a context on the GPU."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._meter = gpu, GpuMeter(gpu)
+
+    def sample(self) -> None:
+        """Read the GPU."""
+        self._meter.sample()
+
+    def finish(self) -> Surroundings:
+        """The readings in a few figures, and the others."""
+        found = foreign_processes(self._gpu, family_pids(os.getpid()))
+        return Surroundings(neighbours=found, readings=self._meter.summary())
+
+    def close(self) -> None:
+        """Let go of NVML."""
+        self._meter.close()
+
+
+class Place(ABC):
+    """The CPU or a GPU."""
+
+    device: str
+    """Where tensors lie: "cpu" or "cuda"."""
+    lock: str
+    """Name of its machine-wide lock."""
+    environment: dict[str, str]
+    """Variables for the processes that work there."""
+    flush_bytes: int
+    """Bytes to write between two calls, so that each starts from memory."""
+
+    @abstractmethod
+    def machine(self, software: dict[str, str], threads: int) -> Machine:
+        """The record of this machine."""
+
+    @abstractmethod
+    def preload(self, *, needs_torch: bool) -> str:
+        """Which template a worker is forked from."""
+
+    @abstractmethod
+    def peaks(self, threads: int) -> Peaks:
+        """What no such machine exceeds."""
+
+    @abstractmethod
+    def watch(self) -> Watch:
+        """Begin to look at the place."""
+
+    def memory(self) -> DeviceMemory | None:
+        """The GPU's memory; None where there is no GPU, or nobody says."""
+        return None
+
+
+class CpuPlace(Place):
+    """The cores of this machine."""
+
+    device, lock = "cpu", "cpu"
+
+    def __init__(self) -> None:
+        self.environment = {}
+        self.flush_bytes = 2 * last_level_cache_bytes()
+
+    def machine(self, software: dict[str, str], threads: int) -> Machine:
+        return describe_cpu(software, {"threads": str(threads)})
+
+    def preload(self, *, needs_torch: bool) -> str:
+        return "torch" if needs_torch else "none"
+
+    def peaks(self, threads: int) -> Peaks:
+        return Peaks(flops=PEAK_FLOPS_PER_CORE * threads, bytes=PEAK_BYTES_PER_CORE * threads)
+
+    def watch(self) -> Watch:
+        return CpuWatch()
+
+
+class GpuPlace(Place):
+    """One GPU. Raises NoGpu, which says what is amiss, when there is none for the platform."""
+
+    device = "cuda"
+
+    def __init__(self, platform: str) -> None:
+        self.gpu = choose_gpu(platform)
+        self.lock = self.gpu.uuid
+        self.environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid}
+        self.flush_bytes = GPU_FLUSH_BYTES
+
+    def machine(self, software: dict[str, str], threads: int) -> Machine:
+        return describe_gpu(self.gpu, software, {"threads": str(threads)})
+
+    def preload(self, *, needs_torch: bool) -> str:
+        """Always with torch: its profiler names the kernels that the device executes."""
+        return "torch"
+
+    def peaks(self, threads: int) -> Peaks:
+        return GPU_PEAKS
+
+    def watch(self) -> Watch:
+        return GpuWatch(self.gpu)
+
+    def memory(self) -> DeviceMemory | None:
+        """As the driver counts it."""
+        nvml = open_nvml()
+        if nvml is None:
+            return None
+        with nvml:
+            memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
+        return None if memory is None else DeviceMemory(int(memory.free), int(memory.total))
+
+
+class NoPlace(Place):
+    """For building only: a platform whose GPU this machine has not."""
+
+    device, lock = "cpu", "build"
+
+    def __init__(self, platform: str) -> None:
+        self.platform, self.environment, self.flush_bytes = platform, {}, 0
+
+    def machine(self, software: dict[str, str], threads: int) -> Machine:
+        """This machine's CPU under the name of the platform that it builds for."""
+        return msgspec.structs.replace(describe_cpu(software, {}), platform=self.platform, device="built only")
+
+    def preload(self, *, needs_torch: bool) -> str:
+        return "none"
+
+    def peaks(self, threads: int) -> Peaks:
+        return GPU_PEAKS
+
+    def watch(self) -> Watch:
+        return CpuWatch()
+
+
+def place_for(platform: str, stage: str) -> Place:
+    """The place of a platform. Raises NoGpu when a whole judgement needs a GPU that is not here."""
+    if platform == "cpu":
+        return CpuPlace()
+    return NoPlace(platform) if stage == "compile" else GpuPlace(platform)

@@ -1,0 +1,3 @@
+"""The stages of a judgement: audit, build, sanitize, time, attribute."""
+
+from __future__ import annotations

@@ -1,0 +1,86 @@
+"""What a model is asked when a group is lifted: the same group, the same words. Figures come from the records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pytest_klineage.lab.induction.lift_checks import Finding
+from pytest_klineage.lab.induction.lift_groups import Group, Site
+from pytest_klineage.lab.induction.texts import one_line, prompt_text
+from pytest_klineage.lab.library.edits import diff_edit
+from pytest_klineage.lab.library.rendering import fenced, speedup_text
+from pytest_klineage.records import KernelSource, Rejection
+
+KERNEL_LIMIT = 40_000
+"""Characters of a kernel that a prompt shows; of a longer one it shows the changed part alone."""
+
+
+def system_prompt() -> str:
+    """Who the model is, what a card is, and how it answers."""
+    return prompt_text("lift-system")
+
+
+def request_text(group: Group) -> str:
+    """The transitions of a group, as the model gets them."""
+    count, category = len(group.sites), group.category.value
+    head = f"Lift {'this transition' if count == 1 else f'these {count} transitions'} of the category `{category}`"
+    parts = [f"{head} into one card."]
+    parts += [_site_text(site, number) for number, site in enumerate(group.sites, start=1)]
+    parts.append(_refused_text(group))
+    parts.append("Answer with the JSON object of the card and nothing else.")
+    return "\n\n".join(parts) + "\n"
+
+
+def repair_text(findings: Iterable[Finding]) -> str:
+    """What was wrong with the last reply, and what to send now."""
+    listed = "\n".join(f"- {finding.text}" for finding in findings)
+    return (
+        f"There is no card yet. What is wrong with your last reply:\n\n{listed}\n\n"
+        "Send the whole JSON object again, corrected, and nothing else. Keep what was not criticised.\n"
+    )
+
+
+def _site_text(site: Site, number: int) -> str:
+    transition, lineage = site.transition, site.lineage
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in lineage.case.shape.items())
+    before = ", ".join(category.value for category in site.done) or "none: the kernel before it is naive"
+    facts = [
+        f"# Transition {number}: {site.place} of {len(lineage.transitions)}",
+        "",
+        f"- operator: {lineage.operator}, {lineage.case.dtype}, {sizes}",
+        f"- platform and language: {lineage.platform}, {lineage.surface.value}",
+        f"- locus: {one_line(transition.locus)}",
+        f"- intent, as recorded: {one_line(transition.intent)}",
+        f"- steps made before it: {before}",
+        f"- measured, time before over time after: {speedup_text(transition.effect)}",
+    ]
+    return "\n".join(facts) + f"\n\n{_code_text(site)}"
+
+
+def _code_text(site: Site) -> str:
+    diff = diff_edit(_texts(site.before), _texts(site.after)).diff
+    change = f"## The step as a diff\n\n{fenced(diff, 'diff')}"
+    main = site.before.main
+    if main is None or len(main.text) > KERNEL_LIMIT:
+        return change
+    return f"## The kernel before the step\n\n{fenced(main.text, site.lineage.surface.value)}\n\n{change}"
+
+
+def _refused_text(group: Group) -> str:
+    refused = [_rejection_text(number, each) for number, (_, each) in enumerate(group.rejections, start=1)]
+    if not refused:
+        return "# Refused at these places\n\nNothing was refused here: write `null` for the `rejection` of every risk."
+    return "# Refused at these places\n\n" + "\n".join(refused)
+
+
+def _rejection_text(number: int, rejection: Rejection) -> str:
+    kind = "a re-derivation of the step" if rejection.forward else "a simplification of the later kernel"
+    code = f"`{rejection.code.value}`" if rejection.code is not None else "not judged"
+    return (
+        f"{number}. {kind}, {rejection.category.value} at {one_line(rejection.locus)}: {one_line(rejection.intent)} "
+        f"Refused ({code}): {one_line(rejection.reason)}"
+    )
+
+
+def _texts(source: KernelSource) -> dict[str, str]:
+    return {file.name: file.text for file in source.files}

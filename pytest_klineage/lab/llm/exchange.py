@@ -1,0 +1,187 @@
+"""Replies through a folder: a numbered prompt goes out as a file, and whoever answers puts the reply beside it.
+
+NNNN-prompt.md   written here: what is asked, and how to answer; it appears whole, under its name, or not at all
+NNNN-reply.md    written by the answering side: the reply and nothing else
+NNNN-usage.json  optional, beside the reply: the tokens that it took, as a `Usage`; without it they are estimated
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pytest_klineage.errors import BadRecord, StoreError, UsageError
+from pytest_klineage.lab.llm.backend import EstimatedBilling, Reply
+from pytest_klineage.lab.llm.conversation import Conversation, as_markdown
+from pytest_klineage.lab.llm.faults import BackendFailed, Failure
+from pytest_klineage.lab.llm.prices import Prices
+from pytest_klineage.records import Usage, from_json
+
+DEADLINE_S = 24 * 3600.0
+POLL_S = 0.5
+SETTLE_S = 1.0
+"""A reply is taken when its file has not changed for this long, so that it may be saved in place."""
+REPLY_LIMIT_BYTES = 4 * 1024 * 1024
+DIGEST_LINE = "digest: "
+HEAD_LINES = 6
+Progress = Callable[[Path, float], None]
+"""Told while waiting: the file that is waited for, and for how many seconds already."""
+
+
+class ExchangeBackend(EstimatedBilling):
+    """A folder through which prompts are answered by anybody. Usage is estimated unless the answering side states it.
+
+    A prompt is numbered after its call. When a run was interrupted and asks the same prompt under the same number
+    again, the prompt file stays as it is, and a reply that has come meanwhile is taken.
+    """
+
+    name = "exchange"
+    resumable = True
+
+    def __init__(
+        self,
+        folder: Path,
+        prices: Prices,
+        *,
+        model: str,
+        deadline_s: float = DEADLINE_S,
+        poll_s: float = POLL_S,
+        settle_s: float = SETTLE_S,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(model, prices)
+        self.folder, self.deadline_s, self.poll_s, self.settle_s = folder, deadline_s, poll_s, settle_s
+        self._progress = progress
+        self._is_new = False
+
+    def begin(self) -> None:
+        """From now on a prompt that is there already is another run's. Raises UsageError when the folder has one."""
+        taken = next(self.folder.glob("*-prompt.md"), None) or next(self.folder.glob("*-reply.md"), None)
+        if taken is not None:
+            raise UsageError(
+                f"{taken} belongs to another run, whose replies must not be taken for this one's: use a folder of its "
+                "own for every trajectory, or resume the trajectory that this folder belongs to"
+            )
+        self._is_new = True
+
+    def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:
+        """Write the prompt, and wait for the reply."""
+        prompt, answer = self.folder / f"{call:04d}-prompt.md", self.folder / f"{call:04d}-reply.md"
+        self._publish(prompt, answer, conversation, max_output_tokens)
+        data = self._await(answer)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError as error:
+            raise BackendFailed(Failure.NOT_TEXT, f"{answer} is no UTF-8: {error}", billed=True) from error
+        usage = self._usage(self.folder / f"{call:04d}-usage.json", conversation, text)
+        return Reply(text=text, usage=usage, model=usage.model, ids={"file": answer.name})
+
+    def _publish(self, prompt: Path, answer: Path, conversation: Conversation, max_output_tokens: int) -> None:
+        try:
+            if prompt.exists():
+                _check_same(prompt, conversation, is_new=self._is_new)
+                return
+            if answer.exists():
+                raise UsageError(f"{answer} is there before its prompt: remove it, or use another folder")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write_whole(prompt, self._text(answer, conversation, max_output_tokens))
+        except OSError as error:
+            raise StoreError(f"the exchange folder {self.folder} cannot be used: {error.strerror or error}") from error
+
+    def _text(self, answer: Path, conversation: Conversation, max_output_tokens: int) -> str:
+        head = (
+            "---",
+            f"answer: {answer.name}",
+            f"{DIGEST_LINE}{conversation.digest}",
+            f"model: {self.model}",
+            f"max_output_tokens: {max_output_tokens}",
+            "---",
+            "",
+            f"Write the reply to everything below into the file {answer.name} in this folder, and nothing else into "
+            "it. UTF-8; it is read as the model's reply once it has stopped changing.",
+            "",
+            "",
+        )
+        return "\n".join(head) + as_markdown(conversation)
+
+    def _await(self, answer: Path) -> bytes:
+        """The reply's bytes, once the file has settled."""
+        started = time.monotonic()
+        seen: tuple[int, int] | None = None
+        since = started
+        while True:
+            now = time.monotonic()
+            state = _state(answer)
+            if state != seen:
+                seen, since = state, now
+            if state is not None and state[0] > REPLY_LIMIT_BYTES:
+                detail = f"{answer} has more than {REPLY_LIMIT_BYTES} bytes"
+                raise BackendFailed(Failure.TOO_LONG, detail, billed=True)
+            if state is not None and state[0] > 0 and now - since >= self.settle_s:
+                return _read(answer)
+            if now - started > self.deadline_s:
+                detail = f"no reply in {answer} after {self.deadline_s:g} s"
+                raise BackendFailed(Failure.TIMEOUT, detail, billed=False)
+            if self._progress is not None:
+                self._progress(answer, now - started)
+            time.sleep(self.poll_s)
+
+    def _usage(self, stated: Path, conversation: Conversation, text: str) -> Usage:
+        """What the answering side states, or an estimate. Raises BadRecord for a statement that cannot be read."""
+        try:
+            data = stated.read_bytes()
+        except FileNotFoundError:
+            return self.estimated_usage(conversation, text)
+        except OSError as error:
+            raise StoreError(f"{stated} cannot be read: {error.strerror or error}") from error
+        usage = from_json(data, Usage)
+        if min(usage.total_input_tokens, usage.output_tokens, *_counts(usage)) < 0:
+            raise BadRecord(f"{stated} states a negative number of tokens")
+        return self.prices.priced(usage)
+
+
+def _counts(usage: Usage) -> tuple[int, ...]:
+    return (usage.input_tokens, usage.cache_read_tokens, usage.cache_write_tokens, usage.cache_write_1h_tokens)
+
+
+def _check_same(prompt: Path, conversation: Conversation, *, is_new: bool) -> None:
+    """Raises UsageError unless the file holds this conversation, as an interrupted run left it."""
+    lines = prompt.read_text(encoding="utf-8").splitlines()
+    if is_new or f"{DIGEST_LINE}{conversation.digest}" not in lines[:HEAD_LINES]:
+        raise UsageError(
+            f"{prompt} holds a prompt of another run under the same number: use a folder of its own for every "
+            "trajectory, or resume the trajectory that this folder belongs to"
+        )
+
+
+def _state(path: Path) -> tuple[int, int] | None:
+    """Size and time of change of a file; None when it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that it appears under its name with all of its contents, and survives a crash."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            draft.unlink()

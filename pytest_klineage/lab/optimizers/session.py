@@ -1,0 +1,292 @@
+"""The one loop of all methods: propose, judge, observe, until a limit. What is proposed is the methods' business."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from enum import StrEnum
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from pytest_klineage.errors import HarnessError, KlineageError, StoreError, UsageError
+from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted
+from pytest_klineage.lab.llm.replay import ReplayBackend
+from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.optimizers.feedback import feedback_text, malformed_text, repeated_text
+from pytest_klineage.lab.optimizers.progress import StepProgress
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Rejudged, Told, abridged, recording_of, told_text
+from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
+from pytest_klineage.records import Judged, KernelCase, KernelSource, Noted, Status, Stopped, Verdict
+
+Judge: TypeAlias = Callable[[KernelCase, KernelSource], Verdict]
+Proposals: TypeAlias = Generator[Proposal, Observation, None]
+
+MALFORMED_TOPIC, STEP_TOPIC = "malformed", "step"
+
+
+class Method(Protocol):
+    """A way to come to kernels. Implement it in one file."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        ...
+
+    def proposals(self, task: Task, models: Session) -> Proposals:
+        """A coroutine that yields proposals and is sent what the gate said of each. It asks models as it likes.
+
+        The root has been submitted before: `task.submitted`. BudgetExhausted and BackendFailed of a chat are left to
+        the loop, which ends the run; so does the coroutine's return.
+        """
+        ...
+
+
+class Stop(StrEnum):
+    """Why a run ended."""
+
+    FINISHED = "finished"
+    """The method had nothing more to propose."""
+    STEP_LIMIT = "step_limit"
+    BUDGET = "budget_exhausted"
+    TARGET = "target_reached"
+    BACKEND = "backend_failed"
+    """A model call brought no reply; the trajectory can be resumed."""
+    NOT_JUDGED = "not_judged"
+    """The gate cannot judge the case here."""
+    INTERRUPTED = "interrupted"
+    """From the keyboard; only in the trajectory, since the interruption goes on."""
+    HARNESS = "harness_failed"
+    """A fault that says nothing about a kernel; only in the trajectory, since the error goes on."""
+    MISUSE = "misuse"
+    """Something that cannot be, such as a resumed run that asks otherwise than it did; the error goes on as well."""
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to."""
+
+    best: KernelSource | None
+    best_verdict: Verdict | None
+    """With samples, unless it was recorded by an earlier run."""
+    observations: tuple[Observation, ...]
+    """The root's first, if there was one."""
+    stopped: str
+    """A word of Stop."""
+    message: str = ""
+    spent_usd: float
+    rejudged: tuple[Rejudged, ...] = ()
+    """In a replay: what the gate says now of each recorded kernel."""
+
+    @property
+    def best_speedup(self) -> float | None:
+        """Of the best kernel; None when none was scored."""
+        verdict = self.best_verdict
+        return verdict.timing.speedup.estimate if verdict is not None and verdict.timing is not None else None
+
+
+def optimize(
+    task: Task,
+    method: Method,
+    session: Session,
+    judge: Judge,
+    *,
+    max_steps: int,
+    on_step: Callable[[StepProgress], None] | None = None,
+    target_speedup: float | None = None,
+    submit_root: bool = True,
+    rejudge: bool = True,
+) -> Outcome:
+    """Submit the root, then what the method proposes, and keep the best of what was scored.
+
+    `max_steps` bounds the proposals, malformed ones included; the root is step 0 and free. `target_speedup` ends the
+    run when the lower end of the best one's interval reaches it. Without `submit_root` the root is not judged, and
+    methods have it to begin with all the same. With the replay backend the method is told the
+    recorded verdicts, and with `rejudge` the gate is asked as well: see `Outcome.rejudged`.
+
+    Raises UsageError, TrajectoryMismatch among them, and HarnessError; what was recorded stays, and can be resumed.
+    """
+    if max_steps < 1:
+        raise UsageError(f"max_steps must be 1 or more, got {max_steps}")
+    run = _Run(task, session, judge, submit_root=submit_root, rejudge=rejudge, target_speedup=target_speedup)
+    try:
+        stopped, message = _drive(run, method, max_steps, on_step)
+    except KeyboardInterrupt:
+        session.record(Stopped(reason=Stop.INTERRUPTED, message="from the keyboard; resume the trajectory to go on"))
+        raise
+    except KlineageError as error:
+        reason = Stop.HARNESS if isinstance(error, HarnessError) else Stop.MISUSE
+        with contextlib.suppress(StoreError):  # a file that cannot be written may be the very reason
+            session.record(Stopped(reason=reason, message=str(error).partition("\n")[0]))
+        raise
+    if stopped is not Stop.BUDGET:  # the chat has written that one down itself
+        session.record(Stopped(reason=stopped, message=message))
+    return run.outcome(stopped, message)
+
+
+def _drive(
+    run: _Run, method: Method, max_steps: int, on_step: Callable[[StepProgress], None] | None
+) -> tuple[Stop, str]:
+    """Run the method to its end. Returns why it ended."""
+
+    def observed(proposal: Proposal) -> Observation:
+        seen = run.observe(proposal)
+        if on_step is not None:
+            budget = run.session.budget
+            on_step(
+                StepProgress(
+                    observation=seen, max_steps=max_steps, spent_usd=budget.spent_usd, limit_usd=budget.limit_usd
+                )
+            )
+        return seen
+
+    task = run.task
+    if run.submitted_root is not None:
+        root = observed(Proposal(source=run.submitted_root, note="root"))
+        if root.verdict is not None and root.verdict.status is Status.SKIPPED:
+            return Stop.NOT_JUDGED, root.verdict.reasons[0].message
+        task = msgspec.structs.replace(task, submitted=root)
+    coroutine = method.proposals(task, run.session)
+    try:
+        proposal = next(coroutine)
+        for step in range(1, max_steps + 1):
+            seen = observed(proposal)
+            if run.reached_target():
+                return Stop.TARGET, f"step {step} reaches {run.target_speedup:g}x"
+            if step < max_steps:
+                proposal = coroutine.send(seen)
+        return Stop.STEP_LIMIT, f"{max_steps} steps"
+    except StopIteration:
+        return Stop.FINISHED, "the method has nothing more to propose"
+    except BudgetExhausted as error:
+        return Stop.BUDGET, str(error)
+    except BackendFailed as error:
+        return Stop.BACKEND, str(error)
+    finally:
+        coroutine.close()
+
+
+class _Run:
+    """The state of one optimization."""
+
+    def __init__(
+        self,
+        task: Task,
+        session: Session,
+        judge: Judge,
+        *,
+        submit_root: bool,
+        rejudge: bool,
+        target_speedup: float | None,
+    ) -> None:
+        self.task, self.session, self.target_speedup = task, session, target_speedup
+        self.submitted_root = task.root if submit_root else None
+        self._judge, self._rejudge = judge, rejudge
+        self._recording = recording_of(session)
+        self._is_replay = isinstance(session.backend, ReplayBackend)
+        self._observations: list[Observation] = []
+        self._first: dict[str, Observation] = {}
+        self._best: Observation | None = None
+        self._best_verdict: Verdict | None = None
+        self._rejudged: list[Rejudged] = []
+
+    @property
+    def best_speedup(self) -> float | None:
+        """Of the best step so far."""
+        return self._best.speedup if self._best is not None else None
+
+    def observe(self, proposal: Proposal) -> Observation:
+        """Judge a proposal, unless it was judged before, and write down what came of it."""
+        source, step = proposal.source, self._next_step()
+        if source is None:
+            self._note(MALFORMED_TOPIC, f"step {step}: {proposal.malformed}")
+            return self._keep(self._without_verdict(step, proposal))
+        if proposal.note:
+            self._note(STEP_TOPIC, f"step {step}: {proposal.note}")
+        if (earlier := self._first.get(source.digest)) is not None:
+            self._note(STEP_TOPIC, f"step {step}: the same kernel as step {earlier.step}, not judged again")
+            return self._keep(self._again(step, proposal, earlier))
+        verdict, told = self._verdict(step, source)
+        speedup = told.verdict.timing.speedup.estimate if told.verdict.scored and told.verdict.timing else None
+        before = self.best_speedup
+        is_best = speedup is not None and (before is None or speedup > before)
+        best = speedup if is_best else before
+        seen = Observation(
+            step=step, proposal=proposal, verdict=told.verdict, feedback=told.feedback, speedup=speedup,
+            is_best=is_best, best_speedup=best,
+        )  # fmt: skip
+        if is_best:
+            self._best, self._best_verdict = seen, verdict
+        self._first[source.digest] = seen
+        self._write(seen, told)
+        return self._keep(seen)
+
+    def reached_target(self) -> bool:
+        """Whether the lower end of the best one's interval is at the target."""
+        timing = self._best_verdict.timing if self._best_verdict is not None else None
+        return self.target_speedup is not None and timing is not None and timing.speedup.low >= self.target_speedup
+
+    def outcome(self, stopped: Stop, message: str) -> Outcome:
+        """What it came to."""
+        return Outcome(
+            best=self._best.proposal.source if self._best is not None else None,
+            best_verdict=self._best_verdict,
+            observations=tuple(self._observations),
+            stopped=stopped.value,
+            message=message,
+            spent_usd=self.session.budget.spent_usd,
+            rejudged=tuple(self._rejudged),
+        )
+
+    def _next_step(self) -> int:
+        return len(self._observations) + (0 if self.submitted_root is not None else 1)
+
+    def _verdict(self, step: int, source: KernelSource) -> tuple[Verdict, Told]:
+        """The verdict, and what the method is told of it: the recorded one where there is one."""
+        told = self._recording.told.get(source.digest)
+        if told is None:
+            verdict = self._judge(self.task.case, source)
+            short = msgspec.structs.replace(abridged(verdict), source_digest=source.digest)
+            return verdict, Told(verdict=short, feedback=feedback_text(short))
+        if self._is_replay and self._rejudge:
+            verdict = self._judge(self.task.case, source)
+            self._rejudged.append(Rejudged(step=step, recorded=told.verdict, verdict=verdict))
+        return told.verdict, told
+
+    def _write(self, seen: Observation, told: Told) -> None:
+        """Put a verdict into the trajectory, unless it stands there."""
+        digest = told.verdict.source_digest
+        known = not self._is_replay and digest in self._recording.told
+        if known and self.session.recall_verdict(digest) is not None:
+            return
+        # The whole one first: a Judged line never stands without it.
+        self.session.record(Noted(topic=VERDICT_TOPIC, text=told_text(told)))
+        judged = Judged(
+            source_digest=digest,
+            code=told.verdict.code,
+            verdict=f"judged at {told.verdict.judged_at or 'unknown'}",
+            call=seen.proposal.call,
+            speedup=seen.speedup,
+            best_speedup=seen.best_speedup,
+        )
+        self.session.record(judged)
+
+    def _note(self, topic: str, text: str) -> None:
+        if self._is_replay or not self._recording.noted(topic, text):
+            self.session.record(Noted(topic=topic, text=text))
+
+    def _keep(self, seen: Observation) -> Observation:
+        self._observations.append(seen)
+        return seen
+
+    def _without_verdict(self, step: int, proposal: Proposal) -> Observation:
+        return Observation(
+            step=step, proposal=proposal, verdict=None, feedback=malformed_text(proposal.malformed), speedup=None,
+            is_best=False, best_speedup=self.best_speedup,
+        )  # fmt: skip
+
+    def _again(self, step: int, proposal: Proposal, earlier: Observation) -> Observation:
+        return Observation(
+            step=step, proposal=proposal, verdict=earlier.verdict, speedup=earlier.speedup, is_best=False,
+            feedback=repeated_text(earlier.step, earlier.feedback), best_speedup=self.best_speedup,
+            repeats=earlier.step,
+        )  # fmt: skip

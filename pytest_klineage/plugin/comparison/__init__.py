@@ -1,0 +1,3 @@
+"""Comparisons of a run with saved baselines or with the base of a pull request."""
+
+from __future__ import annotations

@@ -1,0 +1,88 @@
+"""Kernels against the base of a pull request: the base's version takes the reference's place, in this run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
+from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
+from pytest_klineage.records import KernelCase, KernelSource, Verdict
+from pytest_klineage.records.baseline import Comparison, Outcome, placed
+from pytest_klineage.report.compare import compare_base, confirmed
+
+if TYPE_CHECKING:
+    from pytest_klineage.plugin.session import KlineageSession
+
+
+class AgainstBase:
+    """A checkout of the base beside the tree under test. Raises UsageError when it is no folder, or that tree."""
+
+    def __init__(self, session: KlineageSession, folder: Path, margin: float) -> None:
+        self._session, self._margin = session, margin
+        self._base = BaseCheckout(session.config.rootpath, folder)
+
+    def compare(
+        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
+    ) -> Comparison:
+        """Judge the kernel against the base's version of it, where there is one that differs; twice if it changed."""
+        found = self._older(item, source, verdict)
+        if isinstance(found, tuple):
+            outcome, message = found
+        else:
+            try:
+                made = self._judged(item, case, source, verdict, found, platforms)
+            except (MissingDependency, UsageError) as error:
+                outcome, message = Outcome.BASE_FAILED, str(error)
+            except KlineageError as error:
+                # A fault of ours is no finding about the kernel, and must not pass for one.
+                pytest.fail(f"klineage: the comparison with the base failed: {error}", pytrace=False)
+            else:
+                return placed(made, *self._place(item, source))
+        return Comparison(
+            nodeid=item.nodeid, case=case.id, kernel=source.label, against="base", outcome=outcome, message=message,
+            margin=self._margin, new=verdict.timing.speedup if verdict.timing else None,
+        )  # fmt: skip
+
+    def _judged(
+        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, older: KernelSource,
+        platforms: tuple[str, ...],
+    ) -> Comparison:  # fmt: skip
+        """The head's kernel with the base's in the place of the reference; a change is judged once more."""
+        older = msgspec.structs.replace(older, label=f"{older.label} (base)")
+        # What the case demands is asked of the head alone; here only the ratio counts.
+        equal = msgspec.structs.replace(case, at_least=1.0)
+        title = f"{case.id} {source.label} against the base".rstrip()
+
+        def judge() -> tuple[Verdict, Comparison]:
+            paired = self._session.judge(equal, source, reference_source=older, platforms=platforms, title=title)
+            return paired, compare_base(item.nodeid, verdict, paired, margin=self._margin)
+
+        _, first = judge()
+        if not first.outcome.change:
+            return first
+        again, second = judge()
+        return confirmed(first, second, again)
+
+    def _older(self, item: pytest.Item, source: KernelSource, verdict: Verdict) -> KernelSource | tuple[Outcome, str]:
+        """The base's version of a kernel; or why there is nothing to judge it against."""
+        if not verdict.scored:
+            return Outcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
+        try:
+            older = self._base.twin(source, item.path.parent)
+        except UsageError as error:
+            return Outcome.NO_SOURCE, str(error)
+        if older is None:
+            return Outcome.NEW, "the base has no such kernel"
+        return (Outcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
+
+    def _place(self, item: pytest.Item, source: KernelSource) -> tuple[str, int | None]:
+        """The kernel's own file, or the test where it lies outside of pytest's root directory."""
+        path = self._base.files.locate(source.files[0], item.path.parent)
+        root = self._session.config.rootpath.resolve()
+        if path is None or not path.is_relative_to(root):
+            return item.location[:2]
+        return path.relative_to(root).as_posix(), 0

@@ -1,0 +1,3 @@
+"""What is kept on disk: runs, baselines, and how records become files."""
+
+from __future__ import annotations

@@ -1,0 +1,87 @@
+"""Device memory between the oracle and one worker: slots, guard bands, tensors. The twin of arena.py on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pytest_klineage.records import Placement, Signature
+from pytest_klineage.surfaces.python import tensor_view
+from pytest_klineage.worker.device import memory
+from pytest_klineage.worker.host.arena import GUARD_BYTES, plan
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT = 512
+"""As torch's own allocator gives it: no library may be slower here than where its users call it."""
+SLOTS = 20
+"""Calls of one block: each has memory of its own, so that no call meets another's outputs or a cached input."""
+LEAST_SLOTS = 3
+ARENA_BYTES = 1 << 30
+"""Large problems get fewer slots than that, so that all of them fit in this: each costs a comparison per block."""
+
+
+class DeviceArena:
+    """The oracle's side of one arena."""
+
+    def __init__(self, signature: Signature, most: int = SLOTS) -> None:
+        import torch
+
+        one = plan(signature, num_slots=1, alignment=ALIGNMENT).num_bytes
+        slots = max(LEAST_SLOTS, min(most, ARENA_BYTES // one))
+        planned = plan(signature, num_slots=slots, alignment=ALIGNMENT)
+        self.memory, self.fd = memory.allocate(planned.num_bytes)
+        self.arena = msgspec.structs.replace(planned, num_bytes=self.memory.num_bytes)
+        self.pattern = torch.randint(256, (GUARD_BYTES,), dtype=torch.uint8, device="cuda")
+        self.views = [
+            {item.spec.name: tensor_view(self.memory, item) for item in (*slot.inputs, *slot.outputs)}
+            for slot in self.arena.slots
+        ]
+        self.worker_address = 0
+        self.copy_ns = 0
+        self.paint_guards()
+
+    @property
+    def num_slots(self) -> int:
+        """How many calls a block may have."""
+        return len(self.arena.slots)
+
+    def _items(self, slot: int) -> tuple[Placement, ...]:
+        return (*self.arena.slots[slot].inputs, *self.arena.slots[slot].outputs)
+
+    def _bands(self, item: Placement) -> tuple[torch.Tensor, torch.Tensor]:
+        start, end = item.offset, item.offset + item.num_bytes
+        return self.memory.bytes[start - GUARD_BYTES : start], self.memory.bytes[end : end + GUARD_BYTES]
+
+    def paint_guards(self) -> None:
+        """Write the secret pattern into every guard band."""
+        for slot in range(self.num_slots):
+            for item in self._items(slot):
+                for band in self._bands(item):
+                    band.copy_(self.pattern)
+
+    def broken_guards(self, slot: int) -> list[str]:
+        """Names of the tensors of a slot beside which something was written."""
+        import torch
+
+        items = self._items(slot)
+        bands = torch.stack([band for item in items for band in self._bands(item)])
+        intact = (bands == self.pattern).all(dim=1).view(len(items), 2).all(dim=1).tolist()
+        return [item.spec.name for item, whole in zip(items, intact, strict=True) if not whole]
+
+    def inputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Input tensors of a slot by name, in the operator's order."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].inputs}
+
+    def outputs(self, slot: int) -> dict[str, torch.Tensor]:
+        """Output tensors of a slot by name."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        os.close(self.fd)
+        self.views.clear()
+        self.memory.close()

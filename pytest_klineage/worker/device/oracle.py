@@ -1,0 +1,153 @@
+"""The oracle's work on a GPU: which inputs go into a block, when the same ones meet both sides, what a sample is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from pytest_klineage.records import Code, Reason
+from pytest_klineage.records.messages import (
+    Checked,
+    CheckRequest,
+    Profiled,
+    ProfileRequest,
+    Sample,
+    Timed,
+    TimeRequest,
+)
+from pytest_klineage.worker.device.calls import DeviceClock
+from pytest_klineage.worker.device.rounds import Block, BlockOutcome, DevicePlayer
+from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
+from pytest_klineage.worker.rounds import View, WorkerProblem
+
+if TYPE_CHECKING:
+    from pytest_klineage.worker.oracle import Oracle
+
+SETTLE_CALLS = 40
+"""Empty calls from which the oracle learns how long an idle device takes to find itself idle."""
+
+
+def is_late(reasons: tuple[Reason, ...]) -> bool:
+    """Whether late work is all that was found."""
+    return bool(reasons) and all(reason.code is Code.LATE_WORK for reason in reasons)
+
+
+def settle_time_ns(*, head_start: bool = True) -> int:
+    """Median time between the end of an empty call and the moment when the device has nothing left to do.
+
+    Without a head start the device waits for the host in between, as it does after a call that waits for the device.
+    """
+    clock = DeviceClock(0)
+    moments = clock.moments(SETTLE_CALLS)
+    if head_start:
+        clock.head_start(SETTLE_CALLS)
+    for events in moments:
+        clock.run(events, lambda: None)
+    clock.wait()
+    times = sorted(clock.between_ns(events.stop, events.settled) for events in moments)
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    return times[len(times) // 2]
+
+
+class Blocks:
+    """Blocks of calls for one oracle."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self.oracle = oracle
+        # The least of three: another gate may have been at work on the GPU during one of them.
+        self.settle_ns = min(settle_time_ns() for _ in range(3))
+        self.host_bound_ns = sorted(settle_time_ns(head_start=False) for _ in range(3))[1]
+
+    def check(self, request: CheckRequest, arena: int) -> Checked:
+        """One planned check as a block of a single call."""
+        oracle = self.oracle
+        problem = oracle.problem_set().checks[request.index]
+        player = self._turn(request.role)
+        slot = oracle.schedule.random.randrange(player.arenas[arena].num_slots)
+        block = Block(views=[Plain(problem)], calls=1, arena=arena, first_slot=slot, alone=False)
+        outcome = player.run_block(block, request.deadline_s, request.defences | {"verify"})
+        shape = problem.case.shape if arena else {}
+        checks = tuple(msgspec.structs.replace(check, shape=shape) for check in outcome.checks)
+        return Checked(checks=checks, reasons=outcome.reasons)
+
+    def time(self, request: TimeRequest) -> Timed:
+        """Blocks for all roles; those of new processes once more where the device went on working after a call.
+
+        A process that is being ended leaves work on the device. Later nothing is run again: a kernel could be late on
+        purpose wherever it does not like its inputs. What is late once is charged, and counts.
+        """
+        players = [self.oracle.players[role] for role in dict.fromkeys(request.order)]
+        new = [player for player in players if isinstance(player, DevicePlayer) and player.is_new]
+        try:
+            timed = self._timed(request)
+        except WorkerProblem as problem:
+            if not new or not is_late(problem.reasons):
+                raise
+            timed = self._timed(request)
+        else:
+            if new and is_late(timed.reasons):
+                timed = self._timed(request)
+        for player in new:
+            player.is_new = False
+        return timed
+
+    def _timed(self, request: TimeRequest) -> Timed:
+        """Blocks for all roles; the two sides of a pair get the same inputs, and nobody gets the same twice."""
+        samples: list[Sample] = []
+        queued, per_sample = request.mode == "queued", 1
+        for _ in range(1 if queued else request.reps):
+            seen: set[str] = set()
+            views: list[View] = []
+            novel = False
+            for role in request.order:
+                if not views or role in seen:
+                    views, novel = self._views(request, role)
+                    views = views[: request.reps] if queued else views
+                    seen.clear()
+                seen.add(role)
+                calls = request.reps if queued else len(views)
+                outcome = self._run(role, request, Block(views=views, calls=calls, graph=request.mode == "graph"))
+                found = outcome.calls if queued else (outcome.whole,)
+                per_sample = 1 if queued else calls
+                samples += [msgspec.structs.replace(sample, novel=novel) for sample in found]
+                if outcome.reasons:
+                    return Timed(samples=tuple(samples), reasons=outcome.reasons)
+        return Timed(samples=tuple(samples), calls_per_sample=per_sample, one_block=queued)
+
+    def profile(self, request: ProfileRequest) -> Profiled:
+        """One more block, like a timed one, with the names of what the device executes."""
+        views, _novel = self._views(request, request.role)
+        block = Block(views=views, calls=len(views), profile=True)
+        outcome = self._run(request.role, request, block)
+        return Profiled(
+            kernels=outcome.kernels, calls=block.calls, busy_ns=outcome.busy_ns, claimed_ns=outcome.claimed_ns,
+            reasons=outcome.reasons,
+        )  # fmt: skip
+
+    def _run(self, role: str, request: TimeRequest | ProfileRequest, block: Block) -> BlockOutcome:
+        outcome = self._turn(role).run_block(block, request.deadline_s, request.defences)
+        if outcome.reasons and role == "reference":
+            raise WorkerProblem(*outcome.reasons)
+        return outcome
+
+    def _turn(self, role: str) -> DevicePlayer:
+        self.oracle.turn = role
+        self.oracle.give_turn(role)
+        player = self.oracle.players[role]
+        if not isinstance(player, DevicePlayer):
+            raise TypeError(f"the {role} does not run on a GPU")
+        return player
+
+    def _views(self, request: TimeRequest | ProfileRequest, role: str) -> tuple[list[View], bool]:
+        """Inputs for every slot: disguises of known problems, or, in some blocks, of one that nobody has met."""
+        oracle = self.oracle
+        problems: ProblemSet = oracle.problem_set()
+        count = self._turn(role).arenas[0].num_slots
+        if "fresh_inputs" not in request.defences:
+            return [Plain(problems.timed[0])] * count, False
+        if oracle.schedule.novel_is_due():
+            problem = problems.novel()
+            return [Disguised(problem, f"{oracle.schedule.random.getrandbits(128):x}") for _ in range(count)], True
+        return [oracle.schedule.next(problems, fresh=True)[0] for _ in range(count)], False

@@ -1,0 +1,112 @@
+"""The call loop of a worker: map arenas, run the kernel on a slot, time it, materialise what it returned."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from time import perf_counter_ns
+from typing import Any
+
+from pytest_klineage.channel import Channel, ChannelClosed
+from pytest_klineage.records import Code, Slot
+from pytest_klineage.records.messages import (
+    Again,
+    Done,
+    Failed,
+    Map,
+    Mapped,
+    Returned,
+    ReturnedTensor,
+    Stop,
+    ToWorker,
+)
+from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, Memory, SurfaceFailure
+
+REMEMBERED_CALLS = 2
+"""How many earlier results are kept alive, so that a kernel that reuses its output buffer is seen."""
+
+
+class Mapping:
+    """One mapped arena with a bound call per slot."""
+
+    def __init__(self, message: Map, fd: int, kernel: Loaded) -> None:
+        self.memory = Memory(mmap.mmap(fd, message.arena.num_bytes))
+        os.close(fd)
+        self.slots = message.arena.slots
+        self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
+
+
+class CallLoop:
+    """Serves Map and Run requests of the oracle."""
+
+    def __init__(self, channel: Channel, kernel: Loaded) -> None:
+        self.channel, self.kernel = channel, kernel
+        self.arenas: list[Any] = []
+        """Mappings; a GPU's loop has its own kind."""
+        self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
+        self.last: Any = None
+
+    def serve(self) -> None:
+        """Answer until told to stop or until the oracle is gone."""
+        while True:
+            try:
+                request: ToWorker = self.channel.receive(ToWorker, timeout_s=None)
+            except ChannelClosed:
+                return
+            if isinstance(request, Stop):
+                return
+            if isinstance(request, Map):
+                self.map(request)
+            elif isinstance(request, Again):
+                self.again(request)
+            else:
+                self.run(request)
+
+    def map(self, request: Map) -> None:
+        """Map an arena and bind a call to each of its slots."""
+        mapping = Mapping(request, self.channel.take_fd(), self.kernel)
+        self.arenas.append(mapping)
+        self.channel.send(Mapped(address=mapping.memory.address))
+
+    def again(self, request: Again) -> None:
+        """Copy what the last call returned once more."""
+        mapping = self.arenas[request.arena]
+        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], self.last)
+
+    def run(self, request: Any, clock: Any = perf_counter_ns) -> None:
+        """Call the kernel once. The clock is bound before any candidate could replace it."""
+        mapping = self.arenas[request.arena]
+        invoke = mapping.calls[request.slot]
+        try:
+            start = clock()
+            result = invoke()
+            stop = clock()
+        except SurfaceFailure as failure:
+            self.channel.send(Failed(nonce=request.nonce, code=failure.code, message=failure.message))
+            return
+        except MemoryError:
+            self.channel.send(Failed(nonce=request.nonce, code=Code.OUT_OF_MEMORY, message="out of memory"))
+            return
+        except BaseException as error:  # process boundary: whatever a candidate raises becomes an answer
+            from pytest_klineage.worker.runtime import describe
+
+            self.channel.send(Failed(nonce=request.nonce, code=Code.EXCEPTION, message=describe(error)))
+            return
+        self.channel.send(Returned(nonce=request.nonce, elapsed_ns=stop - start))
+        self.last = result
+        self.results.append(result)
+        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], result)
+
+    def finish(self, nonce: int, memory: MappedMemory, slot: Slot, result: Any) -> None:
+        """Copy returned tensors into the arena, strictly, and report where they lay."""
+        tensors: tuple[ReturnedTensor, ...] = ()
+        if result is not None:
+            from pytest_klineage.worker.host.materialise import materialise
+
+            try:
+                tensors = materialise(result, memory, slot)
+            except SurfaceFailure as failure:
+                self.channel.send(Failed(nonce=nonce, code=failure.code, message=failure.message))
+                return
+        self.channel.send(Done(nonce=nonce, tensors=tensors))

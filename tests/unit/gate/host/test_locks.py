@@ -1,0 +1,141 @@
+"""The lock of a device: one process times at once, on this device, whatever the others' surroundings are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage.gate.host import cpu
+from pytest_klineage.gate.host.locks import SHARED_FOLDER, lock_path, machine_lock
+
+WAIT_FOR_LOCK = """
+import sys
+from pytest_klineage.gate.host.locks import machine_lock
+print("asking", flush=True)
+with machine_lock(sys.argv[1], alone=sys.argv[2:] != ["shared"]):
+    print("timing", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def device() -> Iterator[str]:
+    """A device that no other test locks."""
+    name = f"test-{uuid.uuid4().hex}"
+    yield name
+    lock_path(name).unlink(missing_ok=True)
+
+
+def waiting(device: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", WAIT_FOR_LOCK, device],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_while_one_process_times_another_waits(device: str) -> None:
+    with waiting(device) as second:
+        assert second.stdin is not None
+        assert second.stdout is not None
+        with machine_lock(device, alone=True):
+            assert second.stdout.readline() == "asking\n"
+            os.set_blocking(second.stdout.fileno(), False)
+            with pytest.raises(subprocess.TimeoutExpired):
+                second.wait(0.3)
+            assert second.stdout.readline() == ""
+            os.set_blocking(second.stdout.fileno(), True)
+        assert second.stdout.readline() == "timing\n"
+        second.stdin.close()
+
+
+def test_the_lock_of_a_killed_process_is_free(device: str) -> None:
+    with waiting(device) as holder:
+        assert holder.stdout is not None
+        assert [holder.stdout.readline(), holder.stdout.readline()] == ["asking\n", "timing\n"]
+        holder.kill()
+    with machine_lock(device, alone=True):
+        pass
+
+
+def test_two_devices_have_two_locks(device: str) -> None:
+    other = f"{device}-2"
+    with machine_lock(device, alone=True), machine_lock(other, alone=True):
+        pass
+    lock_path(other).unlink()
+
+
+def test_a_lock_can_be_taken_again(device: str) -> None:
+    for _ in range(2):
+        with machine_lock(device, alone=True):
+            pass
+
+
+def test_an_error_while_timing_frees_the_lock(device: str) -> None:
+    with pytest.raises(ZeroDivisionError), machine_lock(device, alone=True):
+        raise ZeroDivisionError
+    with machine_lock(device, alone=True):
+        pass
+
+
+def test_builders_share_the_lock_and_keep_a_timing_waiting(device: str) -> None:
+    with machine_lock(device, alone=False), machine_lock(device, alone=False):
+        waiting = subprocess.Popen(
+            [sys.executable, "-c", WAIT_FOR_LOCK, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "asking\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(0.3)
+        together = subprocess.run(
+            [sys.executable, "-c", WAIT_FOR_LOCK, device, "shared"],
+            input="\n",
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert together.stdout == "asking\ntiming\n"
+    assert waiting.stdout.readline() == "timing\n"
+    waiting.communicate("\n", timeout=30)
+
+
+def test_a_temporary_folder_of_ones_own_does_not_part_the_lock(device: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with machine_lock(device, alone=True):
+        other = subprocess.Popen(
+            [sys.executable, "-c", WAIT_FOR_LOCK, device],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        assert other.stdout is not None
+        assert other.stdout.readline() == "asking\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(0.3)
+    assert other.communicate("\n", timeout=30)[0] == "timing\n"
+    assert lock_path(device).parent == SHARED_FOLDER
+
+
+def test_without_a_shared_folder_the_temporary_one_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("pytest_klineage.gate.host.locks.SHARED_FOLDER", tmp_path / "absent")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert lock_path("cpu").parent == tmp_path
+
+
+def test_a_lock_is_no_way_to_another_file(device: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    victim.chmod(0o600)
+    lock_path(device).symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links"), machine_lock(device, alone=True):
+        pass
+    assert victim.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_lock_is_known_by_its_old_place() -> None:
+    assert cpu.machine_lock is machine_lock

@@ -1,0 +1,185 @@
+"""Lint: a good card has no findings, and every rule is broken by something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pytest_klineage.lab.library.cards import write_card
+from pytest_klineage.lab.library.lineages import find_lineages, save_lineage
+from pytest_klineage.lab.library.lint import WARNINGS, Finding, Rule, known_lineages, lint_card, lint_folder
+from pytest_klineage.records import (
+    CardScope,
+    CardStatus,
+    Carrier,
+    CarrierKind,
+    Category,
+    Code,
+    Effect,
+    Evidence,
+    Interval,
+    KernelSource,
+    Lineage,
+    Risk,
+    SkillCard,
+    TrialOutcome,
+)
+
+MakeCard = Callable[..., SkillCard]
+MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
+DOCS = Path(__file__).parents[4] / "docs" / "reference" / "card-format.md"
+ELSEWHERE = {
+    Rule.UNREADABLE, Rule.FOLDER, Rule.SKILL_MISSING, Rule.SKILL_DIFFERS, Rule.ORIGIN_UNKNOWN, Rule.HELD_OUT,
+    Rule.OUTCOME,
+}  # fmt: skip
+"""Rules that have a test of their own instead of a row in CASES."""
+
+
+@pytest.fixture(scope="module")
+def lineages(make_lineage: MakeLineage) -> dict[str, Lineage]:
+    sealed = make_lineage()[0].sealed()
+    return {sealed.name: sealed}
+
+
+def rules(findings: list[Finding]) -> set[Rule]:
+    return {finding.rule for finding in findings}
+
+
+def test_a_good_card_has_no_findings(tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    assert lint_card(make_card(), lineages) == []
+    assert lint_folder(write_card(tmp_path, make_card()), lineages) == []
+
+
+def test_lineages_are_known_by_name(tmp_path: Path, make_lineage: MakeLineage, lineages: dict[str, Lineage]) -> None:
+    save_lineage(tmp_path / "gemm" / "cpu-cpp" / "lineage", *make_lineage())
+    assert known_lineages(find_lineages(tmp_path)) == lineages
+
+
+SPAN = Effect(summary="s", speedup=Interval(1.1, 1.0, 1.2), span=("1" * 64,))
+WGMMA = Carrier(kind=CarrierKind.SNIPPET, language="cuda", text='asm("wgmma.fence");')
+
+
+CASES: list[tuple[dict[str, Any], Rule]] = [
+    ({"name": "Not A Name"}, Rule.NAME),
+    ({"intent": " \n"}, Rule.EMPTY),
+    ({"anchor": ""}, Rule.EMPTY),
+    ({"carrier": Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="")}, Rule.EMPTY),
+    ({"risks": (Risk(text=""),)}, Rule.EMPTY),
+    ({"intent": "x" * 401}, Rule.LENGTH),
+    ({"anchor": "x" * 1000}, Rule.LENGTH),
+    ({"preconditions": ()}, Rule.CLASS_MISSING),
+    ({"evidence": ()}, Rule.EVIDENCE_MISSING),
+    ({"evidence": (Evidence("topk/cpu-cpp", "1" * 64),)}, Rule.EVIDENCE_UNKNOWN),
+    ({"evidence": (Evidence("gemm/cpu-cpp", "1" * 64),)}, Rule.EVIDENCE_UNKNOWN),
+    ({"origins": ()}, Rule.ORIGIN_MISSING),
+    ({"effect": Effect(summary="s")}, Rule.EFFECT_UNMEASURED),
+    ({"effect": SPAN}, Rule.EFFECT_SPAN),
+    ({"effect": Effect(summary="s", speedup=Interval(1.1, 1.0, 1.2))}, Rule.EFFECT_SPAN),
+    ({"risks": ()}, Rule.RISK_MISSING),
+    ({"risks": (Risk(text="r", evidence="1" * 64),)}, Rule.RISK_EVIDENCE),
+    ({"scope": CardScope(platforms=("sm80",), capabilities=("simd",))}, Rule.SCOPE_NAME),
+    ({"scope": CardScope(surfaces=("fortran",), capabilities=("simd",))}, Rule.SCOPE_NAME),
+    ({"scope": CardScope(capabilities=("simd", "magic"))}, Rule.SCOPE_NAME),
+    ({"scope": CardScope()}, Rule.CAPABILITY),
+    ({"carrier": WGMMA, "scope": CardScope(capabilities=("simd",))}, Rule.CAPABILITY),
+    ({"scope": CardScope(platforms=("sm90",), capabilities=("simd",))}, Rule.SCOPE_PLATFORM),
+    ({"log": ()}, Rule.ADMITTED),
+    ({"status": CardStatus.CANDIDATE}, Rule.CANDIDATE),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"), CASES, ids=lambda value: value.value if isinstance(value, Rule) else next(iter(value))
+)
+def test_a_broken_rule_is_found(
+    make_card: MakeCard, lineages: dict[str, Lineage], fields: dict[str, Any], rule: Rule
+) -> None:
+    findings = lint_card(make_card(**fields), lineages)
+    assert rules(findings) == {rule}
+    assert all(finding.warning == (rule in WARNINGS) for finding in findings)
+
+
+def test_a_hopper_card_that_claims_sm120_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    scope = CardScope(platforms=("sm90a", "sm120", "*"), capabilities=("wgmma",))
+    found = lint_card(make_card(category=Category.WGMMA, scope=scope), lineages)
+    assert [(item.rule, item.message) for item in found] == [
+        (Rule.SCOPE_PLATFORM, "scope.platforms names sm120, which is not granted wgmma")
+    ]
+
+
+def test_missing_evidence_of_a_candidate_is_a_warning(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    card = make_card(status=CardStatus.CANDIDATE, log=(), evidence=(), origins=())
+    findings = lint_card(card, lineages)
+    assert rules(findings) == {Rule.EVIDENCE_MISSING, Rule.ORIGIN_MISSING}
+    assert all(finding.warning for finding in findings)
+
+
+def test_each_missing_class_is_named(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    card = make_card()
+    findings = lint_card(make_card(preconditions=card.preconditions[1:]), lineages)
+    assert [finding.message.split(";")[0] for finding in findings] == ["nothing is said about data_type"]
+
+
+def test_origins_must_be_where_the_evidence_is_from(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    elsewhere = msgspec.structs.replace(make_card().origins[0], shape={"M": 1})
+    assert rules(lint_card(make_card(origins=(elsewhere,)), lineages)) == {Rule.ORIGIN_UNKNOWN}
+
+
+def test_a_trial_at_home_is_not_held_out(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    card = make_card()
+    at_home = msgspec.structs.replace(card.log[1], context=card.origins[0])
+    found = rules(lint_card(make_card(log=(*card.log, at_home)), lineages))
+    assert found == {Rule.HELD_OUT}
+
+
+def test_a_success_that_the_gate_refused_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    card = make_card()
+    odd = msgspec.structs.replace(card.log[1], outcome=TrialOutcome.SUCCESS, code=Code.MISMATCH)
+    assert rules(lint_card(make_card(log=(*card.log, odd)), lineages)) == {Rule.OUTCOME}
+
+
+def test_a_span_is_a_run_of_neighbours(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    digests = [step.digest for step in lineages["gemm/cpu-cpp"].transitions]
+    whole = Effect(summary="s", speedup=Interval(2.0, 1.9, 2.1), span=tuple(digests))
+    assert lint_card(make_card(effect=whole), lineages) == []
+    backward = msgspec.structs.replace(whole, span=tuple(digests[::-1]))
+    assert rules(lint_card(make_card(effect=backward), lineages)) == {Rule.EFFECT_SPAN}
+
+
+def test_the_two_forms_must_agree(tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    folder = write_card(tmp_path, make_card())
+    skill = folder / "SKILL.md"
+    text = skill.read_text()
+    skill.write_text(text.replace("Fewer instructions.", "Magic."))
+    (finding,) = lint_folder(folder, lineages)
+    line = text.split("\n").index("Fewer instructions.") + 1
+    assert (finding.rule, finding.warning) == (Rule.SKILL_DIFFERS, False)
+    assert finding.message.endswith(f"from line {line} on")
+    skill.write_text(text + "more")
+    assert "from line" in lint_folder(folder, lineages)[0].message
+    skill.unlink()
+    assert rules(lint_folder(folder, lineages)) == {Rule.SKILL_MISSING}
+
+
+def test_a_folder_of_another_name_is_found(tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    folder = write_card(tmp_path, make_card()).rename(tmp_path / "other")
+    (finding,) = lint_folder(folder, lineages)
+    assert (finding.card, finding.rule) == ("other", Rule.FOLDER)
+
+
+def test_a_card_that_cannot_be_read_is_a_finding(tmp_path: Path, lineages: dict[str, Lineage]) -> None:
+    (tmp_path / "card.json").write_text("{}")
+    assert rules(lint_folder(tmp_path, lineages)) == {Rule.UNREADABLE}
+
+
+def test_every_rule_has_a_test() -> None:
+    assert {rule for _, rule in CASES} | ELSEWHERE == set(Rule)
+
+
+def test_every_rule_is_documented() -> None:
+    text = DOCS.read_text()
+    assert [rule.value for rule in Rule if f"| `{rule.value}` |" not in text] == []

@@ -1,0 +1,189 @@
+"""The shared memory: where tensors lie, that guard bands see a single byte, and what poison leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_klineage.records import DTYPES, Placement, Signature, TensorSpec
+from pytest_klineage.records.signature import dense, permuted
+from pytest_klineage.worker.host.arena import ALIGNMENT, GUARD_BYTES, SLOTS, SharedArena, is_poison, plan, poison
+
+SIGNATURE = Signature(
+    inputs=(dense("a", "fp32", 5, 7), permuted("b", "bf16", (3, 4, 5), (2, 0, 1))),
+    outputs=(dense("c", "fp16", 3), dense("indices", "int64", 4, 4)),
+    scalars={"scale": 0.5},
+)
+SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def signatures(draw: st.DrawFn) -> Signature:
+    def spec(name: str) -> TensorSpec:
+        shape = draw(SHAPES)
+        return permuted(
+            name, draw(st.sampled_from(sorted(DTYPES))), shape, tuple(draw(st.permutations(range(len(shape)))))
+        )
+
+    inputs = tuple(spec(f"i{index}") for index in range(draw(st.integers(1, 4))))
+    outputs = tuple(spec(f"o{index}") for index in range(draw(st.integers(1, 3))))
+    return Signature(inputs=inputs, outputs=outputs)
+
+
+@pytest.fixture
+def arena() -> Iterator[SharedArena]:
+    shared = SharedArena(SIGNATURE)
+    yield shared
+    shared.close()
+
+
+def placements(signature: Signature, shift: int = 0) -> list[Placement]:
+    return [item for slot in plan(signature, shift).slots for item in (*slot.inputs, *slot.outputs)]
+
+
+@settings(max_examples=50)
+@given(signatures(), st.integers(0, 3000))
+def test_no_tensor_and_no_guard_band_overlaps_another(signature: Signature, shift: int) -> None:
+    arena = plan(signature, shift)
+    ranges = []
+    for item in placements(signature, shift):
+        end = item.offset + item.num_bytes
+        ranges += [(item.offset - GUARD_BYTES, item.offset), (item.offset, end), (end, end + GUARD_BYTES)]
+    ranges.sort()
+    assert ranges[0][0] >= 0
+    assert ranges[-1][1] <= arena.num_bytes
+    assert all(left[1] <= right[0] for left, right in itertools.pairwise(ranges))
+
+
+@settings(max_examples=50)
+@given(signatures(), st.integers(0, 3000))
+def test_every_tensor_is_aligned_and_has_room_for_its_elements(signature: Signature, shift: int) -> None:
+    for item in placements(signature, shift):
+        assert item.offset % ALIGNMENT == 0
+        last = sum((size - 1) * step for size, step in zip(item.spec.shape, item.spec.strides, strict=True))
+        assert item.num_bytes == (last + 1) * DTYPES[item.spec.dtype]
+
+
+@settings(max_examples=20)
+@given(signatures())
+def test_every_slot_holds_the_whole_signature_in_order(signature: Signature) -> None:
+    arena = plan(signature)
+    assert len(arena.slots) == SLOTS >= 2
+    for slot in arena.slots:
+        assert tuple(item.spec for item in slot.inputs) == signature.inputs
+        assert tuple(item.spec for item in slot.outputs) == signature.outputs
+    assert arena.guard_bytes == GUARD_BYTES
+
+
+def test_the_slots_lie_at_different_offsets_within_a_page() -> None:
+    first, second = (slot.inputs[0].offset for slot in plan(SIGNATURE).slots)
+    assert first % 4096 != second % 4096
+
+
+def test_scalars_travel_with_the_arena() -> None:
+    assert plan(SIGNATURE).scalars == {"scale": 0.5}
+
+
+def test_untouched_guard_bands_are_intact(arena: SharedArena) -> None:
+    for slot in range(SLOTS):
+        assert arena.broken_guards(slot) == []
+
+
+def test_writing_every_element_touches_no_guard_band(arena: SharedArena) -> None:
+    for slot in range(SLOTS):
+        for tensor in (*arena.inputs(slot).values(), *arena.outputs(slot).values()):
+            tensor.fill_(1)
+        assert arena.broken_guards(slot) == []
+
+
+PLACES: dict[str, Callable[[Placement], int]] = {
+    "just before": lambda item: item.offset - 1,
+    "just behind": lambda item: item.offset + item.num_bytes,
+    "far before": lambda item: item.offset - GUARD_BYTES,
+    "far behind": lambda item: item.offset + item.num_bytes + GUARD_BYTES - 1,
+}
+
+
+@pytest.mark.parametrize("slot", range(SLOTS))
+@pytest.mark.parametrize("place", PLACES)
+def test_one_byte_beside_a_tensor_is_seen_and_named(place: str, slot: int, arena: SharedArena) -> None:
+    for item in (*arena.arena.slots[slot].inputs, *arena.arena.slots[slot].outputs):
+        position = PLACES[place](item)
+        arena.buffer[position] ^= 1
+        assert arena.broken_guards(slot) == [item.spec.name]
+        arena.buffer[position] ^= 1
+    assert arena.broken_guards(slot) == []
+
+
+def test_painting_mends_the_guard_bands(arena: SharedArena) -> None:
+    arena.buffer[arena.guards[0]] ^= 1
+    arena.paint_guards()
+    assert arena.broken_guards(0) == []
+
+
+def test_the_pattern_of_the_guard_bands_cannot_be_foreseen(arena: SharedArena) -> None:
+    other = SharedArena(SIGNATURE)
+    assert arena.pattern != other.pattern
+    assert len(set(arena.pattern)) > 100
+    other.close()
+
+
+def test_nobody_can_change_the_size_of_the_memory(arena: SharedArena) -> None:
+    for size in (0, arena.arena.num_bytes - 1, arena.arena.num_bytes + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(arena.fd, size)
+
+
+def test_views_have_the_shape_and_strides_of_their_spec(arena: SharedArena) -> None:
+    for slot in range(SLOTS):
+        views = arena.inputs(slot) | arena.outputs(slot)
+        for spec in (*SIGNATURE.inputs, *SIGNATURE.outputs):
+            assert (tuple(views[spec.name].shape), views[spec.name].stride()) == (spec.shape, spec.strides)
+
+
+def test_slots_share_no_memory(arena: SharedArena) -> None:
+    for tensor in (*arena.inputs(0).values(), *arena.outputs(0).values()):
+        tensor.fill_(1)
+    for tensor in (*arena.inputs(1).values(), *arena.outputs(1).values()):
+        tensor.fill_(2)
+    assert all(bool((tensor == 1).all()) for tensor in (*arena.inputs(0).values(), *arena.outputs(0).values()))
+
+
+def test_inputs_and_outputs_are_told_apart(arena: SharedArena) -> None:
+    assert list(arena.inputs(0)) == ["a", "b"]
+    assert list(arena.outputs(1)) == ["c", "indices"]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_two_kinds_of_poison_share_no_value(dtype: str, arena: SharedArena) -> None:
+    spec = dense("x", dtype, 4)
+    first, second = (torch.zeros(4, dtype=torch_type(dtype)) for _ in range(2))
+    poison(spec, first, 0)
+    poison(spec, second, 1)
+    assert not torch.equal(first, second)
+    assert is_poison(spec, first, 0).all()
+    assert is_poison(spec, second, 1).all()
+    assert not is_poison(spec, first, 1).any()
+    assert not is_poison(spec, second, 0).any()
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_only_what_was_not_written_is_still_poison(dtype: str, kind: int) -> None:
+    spec = dense("x", dtype, 6)
+    tensor = torch.zeros(6, dtype=torch_type(dtype))
+    poison(spec, tensor, kind)
+    tensor[1:4] = torch.tensor([0, 1, 5], dtype=tensor.dtype)
+    assert is_poison(spec, tensor, kind).tolist() == [True, False, False, False, True, True]
+
+
+def torch_type(dtype: str) -> torch.dtype:
+    names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    found: torch.dtype = getattr(torch, names.get(dtype, dtype))
+    return found

@@ -1,0 +1,63 @@
+"""Waiting for a processor is told from sleeping and from working, by the system's own account."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage.worker.host.scheduling import waited_ns
+
+SECONDS = 1.0
+SPINS, SLEEPS = "while True: pass", "import time; time.sleep(60)"
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/schedstat").is_file(), reason="this system keeps no account of waiting"
+)
+
+
+@contextlib.contextmanager
+def pinned(*programs: str) -> Iterator[list[int]]:
+    """Python programs that share one processor."""
+    core = min(os.sched_getaffinity(0))
+    started = [
+        subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\n{program}"])
+        for program in programs
+    ]
+    try:
+        yield [process.pid for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def waits(pid: int) -> int:
+    """What a process waits while it is watched, in ns."""
+    before = waited_ns(pid)
+    time.sleep(SECONDS)
+    return waited_ns(pid) - before
+
+
+def test_two_that_share_a_processor_wait_for_one_another() -> None:
+    with pinned(SPINS, SPINS) as (one, _other):
+        time.sleep(0.2)
+        assert waits(one) > 0.2 * SECONDS * 1e9
+
+
+def test_one_that_sleeps_waits_for_nothing() -> None:
+    with pinned(SLEEPS, SPINS) as (sleeper, _other):
+        time.sleep(1.0)
+        assert waits(sleeper) < 0.05 * SECONDS * 1e9
+
+
+def test_a_process_that_is_gone_has_waited_for_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    assert waited_ns(process.pid) == 0
