@@ -4,6 +4,9 @@
 #   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120", SUITES=...)
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make lint           ruff and mypy
+#   make tables         figures on the pages made again from the published records
+#   make docs           the site, strictly, into build/site
+#   make release-check  wheel and sdist built, their contents checked, the quickstart run from the wheel alone
 #   make gate-quality   the measurements behind the gate's claims; takes long
 #   make clean          remove .venv, caches and built kernels
 
@@ -22,7 +25,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell (cat pyproject.toml constraints.txt; echo $(EXTRAS)) | cksum | cut -d' ' -f1)
 
-.PHONY: help venv test lint main-tier build-kernels gate-quality clean check-python check-compiler
+.PHONY: help venv test lint tables docs release-check main-tier build-kernels gate-quality clean check-python check-compiler
 .DEFAULT_GOAL := help
 
 help:
@@ -60,6 +63,16 @@ main-tier: $(STAMP) | check-compiler
 build-kernels: $(STAMP) | check-compiler
 	@set -e; for platform in $(PLATFORMS); do \
 	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
+
+tables: $(STAMP)
+	$(BIN)/python docs/tables.py
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "make: build/site/index.html"
+
+release-check: $(STAMP) | check-compiler
+	$(BIN)/python tests/release/check_release.py
 
 gate-quality: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)

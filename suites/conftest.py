@@ -16,7 +16,7 @@ from pytest_klineage.lab.library.retrieval import DEFAULT_K
 from pytest_klineage.records import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
-QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0}
+QUICK = {"time_limit_s": 0.5, "precision": 0.2, "seeds": 1, "busy_limit": 1.0, "spread_limit": 1e6}
 """Of the gate of replays, which need only see whether a kernel is right. What the user gives counts."""
 
 

@@ -77,7 +77,7 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
             lines.append(f"{'':<8} {'':<{size}}  try: {finding.remedy}")
     lines.append("")
     if cpu_ready(findings):
-        lines.append("The cpu platform can run: pytest suites/main_tier --klineage-platform cpu")
+        lines.append("The cpu platform can run: pytest --klineage-platform cpu")
     else:
         missing = ", ".join(finding.name for finding in findings if finding.needed and not finding.present)
         lines.append(f"The cpu platform cannot run: {missing}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.stability import at_best, clearly_fails
 from pytest_klineage.gate.timing.statistics import (
     Standing,
     median,
@@ -17,7 +19,7 @@ from pytest_klineage.gate.timing.statistics import (
     quantile_of_others,
     standing,
 )
-from pytest_klineage.records import Code, KernelCase, Reason, Status
+from pytest_klineage.records import Code, KernelCase, Reason
 from pytest_klineage.records.messages import Ended, Opened
 
 CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
@@ -183,8 +185,17 @@ class Peaks(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes read and written per second."""
 
 
-def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks) -> Reason | None:
-    """A reason when a time is below what arithmetic or memory could do on any such machine."""
+TRUSTED_GAIN = 1.5
+"""A kernel that is no faster than so many times a trusted reference is not too fast: the floor would be wrong then."""
+
+
+def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks, trusted_ms: float | None = None) -> Reason | None:
+    """A reason when a time is below what arithmetic or memory could do on any such machine.
+
+    `trusted_ms` is what a reference took that is no candidate; None where there is none.
+    """
+    if trusted_ms is not None and trusted_ms <= TRUSTED_GAIN * candidate_ms:
+        return None
     by_flops = opened.flops / peaks.flops * 1e3
     by_bytes = opened.min_bytes / peaks.bytes * 1e3
     floor = max(by_flops, by_bytes)
@@ -200,10 +211,14 @@ def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks) -> Reason | 
 def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
     """Accepted, slower or inconclusive, in one sentence with the figures."""
     interval = outcome.interval
+    narrower = "a longer --klineage-time-limit narrows the interval"
+    if outcome.stopped == "precise":
+        narrower = "it is as narrow as --klineage-precision asks: the kernel is just about at what is required"
     place = standing(interval, at_least=case.at_least, margin=margin)
     shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
     evidence: dict[str, float | int | str | bool]
-    evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least}
+    evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least,
+                "at_best": at_best(outcome.samples)}  # fmt: skip
     codes = {
         Standing.FASTER: (Code.ACCEPTED_FASTER, f"faster than the reference: {shown}"),
         Standing.SAME: (Code.ACCEPTED_SAME, f"as fast as the reference: {shown}"),
@@ -211,7 +226,7 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
         Standing.SLOWER: (Code.SLOWER_THAN_REQUIRED, f"required {case.at_least:g}x, measured {shown}"),
         Standing.INCONCLUSIVE: (
             Code.INCONCLUSIVE_INTERVAL,
-            f"required {case.at_least:g}x, measured {shown}; a longer --klineage-time-limit narrows the interval",
+            f"required {case.at_least:g}x, measured {shown}; {narrower}",
         ),
     }
     code, message = codes[place]
@@ -219,8 +234,11 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
 
 
 def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
-    """The reason of a timing, made inconclusive when others used the machine at the same time."""
-    if foreign_load <= limit or timed.code.status is Status.INCONCLUSIVE:
+    """The reason of a timing, made inconclusive when others used the machine at the same time.
+
+    A kernel that is clearly too slow is that on a busy machine as well.
+    """
+    if foreign_load <= limit or timed.code is Code.INCONCLUSIVE_INTERVAL or fails_anyway(timed):
         return timed
     message = (
         f"other processes used {100 * foreign_load:.0f} % of the machine while it was timed, {100 * limit:.0f} % are "
@@ -228,6 +246,14 @@ def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
     )
     evidence = {**timed.evidence, "foreign_load": foreign_load}
     return Reason(code=Code.INCONCLUSIVE_BUSY, message=message, evidence=evidence)
+
+
+def fails_anyway(timed: Reason) -> bool:
+    """Whether a timing says `slower` so clearly that no disturbance explains it."""
+    if timed.code is not Code.SLOWER_THAN_REQUIRED:
+        return False
+    high, best, asked = (float(timed.evidence.get(name, math.inf)) for name in ("high", "at_best", "at_least"))
+    return math.isfinite(asked) and clearly_fails(high, best, asked)
 
 
 def library_reason(libraries: tuple[str, ...]) -> Reason | None:

@@ -31,6 +31,8 @@ class Gate:
         for policy in (self.settings.policy, *self.settings.also_policies):
             if canonical == "cpu" and POLICIES[policy].mode == "graph":
                 raise UsageError(f"the timing policy {policy} needs a GPU; a CPU has paired, paper and do_bench")
+        if canonical != "cpu" and self.settings.flush_bytes == 0:
+            raise UsageError("a GPU's L2 is always flushed between two calls; --klineage-flush=0 is for a CPU")
         self.platform = canonical
         self._bench = Bench(canonical, self.settings, progress)
 
@@ -57,11 +59,13 @@ class Gate:
         *,
         reference_source: KernelSource | None = None,
         platforms: tuple[str, ...] = (),
+        precision: float | None = None,
     ) -> Verdict:
         """Build, check and time one kernel; in the compile stage build it only, without its reference.
 
         `reference_source` stands in for the case's reference, for A/A and A/B. `platforms` are those that the kernel
-        was written for, when that are not all that its surface runs on.
+        was written for, when that are not all that its surface runs on. `precision` is a half-width at which sampling
+        stops for this kernel, where the settings allow a wider one.
 
         Raises UsageError for a case that cannot be, HarnessError when our own machinery fails. What this machine lacks,
         and what the case's reference does not take, makes the verdict "skipped".
@@ -88,7 +92,7 @@ class Gate:
             except UnsupportedCase as error:
                 return self._skipped(case, source, self._skip_reason(case, error))
         started = time.monotonic()
-        judgement = Judgement(self._bench, case, source, reference_source)
+        judgement = Judgement(self._bench, case, source, reference_source, precision)
         try:
             reasons = judgement.run()
             judgement.close()

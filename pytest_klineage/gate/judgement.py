@@ -23,6 +23,7 @@ from pytest_klineage.gate.stages.build import build_kernel, built_reason, resour
 from pytest_klineage.gate.stages.sanitize import sanitize
 from pytest_klineage.gate.stages.time import CALL_SLACK_S, TimedStage
 from pytest_klineage.gate.supervise import Processes, Worker
+from pytest_klineage.operators import operator
 from pytest_klineage.records import (
     Build,
     Check,
@@ -80,7 +81,10 @@ class Bench:
         self.threads = settings.threads or usable_cores()
         self.secret = settings.seed if settings.seed is not None else secrets.token_hex(16)
         self.place = place_for(platform, settings.stage)
-        self.processes = Processes(self.threads, {**self.place.environment, **self._reference_caches()})
+        self.binding = self.place.binding(self.threads)
+        self.processes = Processes(
+            self.threads, {**self.place.environment, **self._reference_caches()}, self.binding.environment
+        )
         self.software: dict[str, str] = {}
         """Versions that the workers have reported."""
 
@@ -94,10 +98,10 @@ class Bench:
             "FLASHINFER_WORKSPACE_BASE": str(folder / "reference-flashinfer"),
         }
 
-    @property
-    def flush_bytes(self) -> int:
-        """Bytes to write between two calls."""
-        return self.settings.flush_bytes or self.place.flush_bytes
+    def flush_bytes(self, case: KernelCase) -> int:
+        """Bytes to write between two timed calls."""
+        asked = self.settings.flush_bytes
+        return self.place.flush_bytes(operator(case.operator).signature(case).num_bytes) if asked is None else asked
 
     def machine(self) -> Machine:
         """The record of this machine."""
@@ -113,10 +117,14 @@ class Judgement:
     """One kernel's way through the gate."""
 
     def __init__(
-        self, bench: Bench, case: KernelCase, source: KernelSource, reference_source: KernelSource | None
-    ) -> None:
+        self, bench: Bench, case: KernelCase, source: KernelSource, reference_source: KernelSource | None,
+        precision: float | None = None,
+    ) -> None:  # fmt: skip
         self.bench, self.case, self.source, self.reference_source = bench, case, source, reference_source
         self.settings, self.processes = bench.settings, bench.processes
+        if precision is not None and precision < self.settings.precision:
+            self.settings = msgspec.structs.replace(self.settings, precision=precision)
+        self.flush_bytes = bench.flush_bytes(case)
         self.build: Build | None = None
         self.audit = Audit()
         self.checks: list[Check] = []
@@ -196,7 +204,7 @@ class Judgement:
         self.bench.report("oracle", "computing expected outputs in float64")
         request = OpenCase(
             case=self.case, secret=self.bench.secret, seeds=self.settings.seeds,
-            flush_bytes=self.bench.flush_bytes, threads=self.bench.threads, device=self.bench.place.device,
+            flush_bytes=self.flush_bytes, threads=self.bench.threads, device=self.bench.place.device,
         )  # fmt: skip
         opened = self.processes.ask_oracle(request, Opened, ORACLE_DEADLINE_S)
         if isinstance(opened, Problem):
@@ -219,7 +227,7 @@ class Judgement:
         else:
             job = Job(
                 surface="reference", case=self.case, platform=self.bench.platform, threads=self.bench.threads,
-                sandbox=False, flush_bytes=self.bench.flush_bytes,
+                sandbox=False, flush_bytes=self.flush_bytes, processors=self.bench.binding.processors,
             )  # fmt: skip
             preload = "torch"
         attached = self._start("reference", job, preload)
@@ -240,7 +248,8 @@ class Judgement:
             surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, module=source.module,
             case=self.case, platform=self.bench.platform, read_paths=importable, threads=self.bench.threads,
             sandbox="sandbox" in self.settings.defences, refuse_framework=refuse_framework,
-            flush_bytes=self.bench.flush_bytes, allow_processes=surface_backend(source.surface.value).allow_processes,
+            flush_bytes=self.flush_bytes, allow_processes=surface_backend(source.surface.value).allow_processes,
+            processors=self.bench.binding.processors,
         )  # fmt: skip
 
     def _start(self, role: str, job: Job, preload: str) -> Attached:

@@ -50,10 +50,13 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time to spend on the timed blocks of one policy."""
     busy_limit: float = 0.25
     """Share of the machine's CPU time that others may use during timing before the verdict is inconclusive."""
-    flush_bytes: int = 0
+    spread_limit: float = 2.0
+    """Factor between the quartiles of a side's times above which the verdict is inconclusive.unstable."""
+    flush_bytes: int | None = None
     """Bytes to write between two calls, so that each starts from memory.
 
-    0 means twice the last-level cache, on a GPU 256 MiB.
+    None means what the case can have in the caches, at least 64 MiB and at most twice the last level
+    (`devices.flush_size`), on a GPU 256 MiB. 0 is for a CPU only, where calls then start from warm caches.
     """
     seeds: int = 3
     """Random inputs of the default regime that every kernel must get right."""
@@ -82,9 +85,10 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise UnknownName("defence", defence, DEFENCES)
         for name, low, high in (
             ("margin", 0.0, 0.99), ("precision", 1e-5, 1.0), ("confidence", 0.5, 0.9999), ("busy_limit", 0.0, 1.0),
+            ("spread_limit", 1.01, 1e9),
             ("seeds", 1, 1000), ("flush_bytes", 0, 1 << 40), ("threads", 0, 4096), ("time_limit_s", 0.05, DAY_S),
             ("build_timeout_s", 0.1, DAY_S), ("load_timeout_s", 0.1, DAY_S), ("run_timeout_s", 0.05, DAY_S),
         ):  # fmt: skip
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} must lie between {low:g} and {high:g}, got {value:g}")

@@ -193,9 +193,13 @@ class Worker:
 class Processes:
     """The oracle and the templates of one judge, started when first needed and kept."""
 
-    def __init__(self, threads: int, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, threads: int, environment: dict[str, str] | None = None, binding: dict[str, str] | None = None
+    ) -> None:
         self.threads = threads
         self._environment = environment or {}
+        self._binding = binding or {}
+        """Variables that bind OpenMP's threads. The oracle is not bound: it must find a processor that is free."""
         self._oracle: WorkerProcess | None = None
         self._templates: dict[str, WorkerProcess] = {}
 
@@ -215,7 +219,7 @@ class Processes:
             self._templates.pop(preload).close()
         if preload not in self._templates:
             self._templates[preload] = WorkerProcess(
-                "template", preload=preload, threads=self.threads, environment=self._environment
+                "template", preload=preload, threads=self.threads, environment={**self._environment, **self._binding}
             )
         return self._templates[preload]
 

@@ -1,13 +1,20 @@
-"""Language models for tests that ask for them: the backend, the budget, where trajectories lie. None by default."""
+"""The laboratory's own pytest plugin: language models for tests that ask for them. None by default.
+
+pytest finds it by an entry point beside the gate's plugin, whose session it reads. Importing it loads no model's code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from pytest_klineage.errors import UsageError
+from pytest_klineage.plugin.options import Option, add_options, given_path, number, one_of, option_value, word
+from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.llm.backend import Backend
@@ -17,6 +24,66 @@ if TYPE_CHECKING:
 DEFAULT_BUDGET_USD = 10.0
 """The paper's, per workload."""
 ALL = "all"
+BACKENDS = ("none", "anthropic", "command", "exchange", "replay")
+PATHS = ("prices", "exchange", "trajectories")
+"""Options that are paths."""
+OPTIONS = (
+    Option(
+        "llm", "BACKEND", one_of(*BACKENDS),
+        "Language model of suites that need one: none, anthropic, command, exchange or replay (default: none)",
+    ),
+    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where nobody is paid"),
+    Option("budget", "USD", number(float, 0), "Dollars that one optimization may spend (default: 10)"),
+    Option("prices", "FILE", word, "Price table of your own, over the shipped one"),
+    Option("command", "PROGRAM", word, "With --klineage-llm=command: reads a prompt on its input, prints the reply"),
+    Option("exchange", "DIR", word, "With --klineage-llm=exchange: prompts go out to DIR/<name>/, replies come in"),
+    Option(
+        "trajectories", "DIR", word,
+        "Where trajectories are written, or replayed from (default: trajectories in --klineage-results)",
+    ),
+    Option("resume", "NAME", word, "Go on with the trajectories that match NAME, such as gemm/1, 'gemm/*' or all"),
+)  # fmt: skip
+MODELS_KEY = pytest.StashKey[dict[str, Any]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Register options and ini keys."""
+    add_options(parser, OPTIONS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Read the options: a bad value of the ini file stops the run before anything is collected."""
+    settings = config.stash[MODELS_KEY] = _read_settings(config)
+    session = config.stash.get(SESSION_KEY, None)
+    if settings and session is not None:
+        session.note_given(tuple(settings))
+
+
+def model_settings(config: pytest.Config) -> dict[str, Any]:
+    """What the user gave of OPTIONS, by name; paths are absolute."""
+    return config.stash[MODELS_KEY]
+
+
+def _read_settings(config: pytest.Config) -> dict[str, Any]:
+    values = {option.name: option_value(config, option) for option in OPTIONS}
+    return {
+        name: given_path(config, name, value) if name in PATHS else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+@pytest.fixture
+def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    """Language models as --klineage-llm chooses them: klineage_models.session("gemm/1") opens a trajectory."""
+    models = Models(
+        model_settings(klineage_session.config),
+        trajectories=klineage_session.settings.results / "trajectories",
+        replays=lambda: tmp_path_factory.mktemp("klineage-replay"),
+    )
+    yield models
+    models.close()
 
 
 class Models:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
-from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_models, klineage_session
+from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
 from pytest_klineage.plugin.hooks import Hooks
 from pytest_klineage.plugin.markers import MARKER_LINE, pytest_pycollect_makeitem
 from pytest_klineage.plugin.options import COMPARING_NAMES, add_options
@@ -14,7 +14,6 @@ from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 __all__ = [
     "kernel_gate",
     "klineage_case",
-    "klineage_models",
     "klineage_session",
     "pytest_addhooks",
     "pytest_addoption",

@@ -9,9 +9,6 @@ import pytest
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pytest_klineage.lab.plugin import Models
     from pytest_klineage.plugin.judging import KernelGate
     from pytest_klineage.records import KernelCase
 
@@ -39,18 +36,3 @@ def kernel_gate(request: pytest.FixtureRequest, klineage_session: KlineageSessio
     from pytest_klineage.plugin.judging import KernelGate
 
     return KernelGate(klineage_session, request)
-
-
-@pytest.fixture
-def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
-    """Language models as --klineage-llm chooses them: klineage_models.session("gemm/1") opens a trajectory."""
-    from pytest_klineage.lab.plugin import Models
-
-    settings = klineage_session.settings
-    models = Models(
-        settings.llm,
-        trajectories=settings.results / "trajectories",
-        replays=lambda: tmp_path_factory.mktemp("klineage-replay"),
-    )
-    yield models
-    models.close()

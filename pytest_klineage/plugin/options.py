@@ -6,6 +6,7 @@ Nothing here imports the gate: whether a platform, policy or method exists is ch
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,6 @@ MODES = ("gate", "record")
 STAGES = ("all", "compile")
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRESS = ("auto", "on", "off")
-LLM_BACKENDS = ("none", "anthropic", "command", "exchange", "replay")
 SWITCH = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False, "on": True, "off": False}
 
 
@@ -72,6 +72,14 @@ def number(kind: type[int] | type[float], least: float, *, above: bool = False, 
         return value
 
     return parse
+
+
+def size(text: str) -> int:
+    """A parser that takes bytes, with a binary suffix or none: 64M, 1G, 0."""
+    found = re.fullmatch(r"(\d+)([KMG]?)(i?B)?", text.strip(), re.I)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 64M, 1G or 0")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2].upper()]
 
 
 def word(text: str) -> str:
@@ -150,11 +158,20 @@ OPTIONS = (
         "on a GPU 1 allows other processes on it",
     ),
     Option(
+        "spread-limit", "X", number(float, 1, above=True),
+        "Factor between the quartiles of a side's times above which a verdict is inconclusive (default: 2)",
+    ),
+    Option(
         "seed", "TEXT", word,
         "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
     Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option(
+        "flush", "SIZE", size,
+        "Bytes to write between two timed calls, such as 64M, so that each starts from memory; on a CPU 0 for warm"
+        " caches (default: what the case can have in the caches; on a GPU 256M)",
+    ),
     Option("cache-dir", "DIR", word, "Where built kernels are kept (default: the user's cache folder)"),
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
@@ -186,20 +203,6 @@ OPTIONS = (
         "Write the comparisons and the table of this run to FILE as Markdown (default with the options above: what"
         " $GITHUB_STEP_SUMMARY names)",
     ),
-    Option(
-        "llm", "BACKEND", one_of(*LLM_BACKENDS),
-        "Language model of suites that need one: none, anthropic, command, exchange or replay (default: none)",
-    ),
-    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where nobody is paid"),
-    Option("budget", "USD", number(float, 0), "Dollars that one optimization may spend (default: 10)"),
-    Option("prices", "FILE", word, "Price table of your own, over the shipped one"),
-    Option("command", "PROGRAM", word, "With --klineage-llm=command: reads a prompt on its input, prints the reply"),
-    Option("exchange", "DIR", word, "With --klineage-llm=exchange: prompts go out to DIR/<name>/, replies come in"),
-    Option(
-        "trajectories", "DIR", word,
-        "Where trajectories are written, or replayed from (default: trajectories in --klineage-results)",
-    ),
-    Option("resume", "NAME", word, "Go on with the trajectories that match NAME, such as gemm/1, 'gemm/*' or all"),
 )  # fmt: skip
 
 GATE_KEYS = {
@@ -213,18 +216,17 @@ GATE_KEYS = {
     "confidence": "confidence",
     "time-limit": "time_limit_s",
     "busy-limit": "busy_limit",
+    "spread-limit": "spread_limit",
     "seed": "seed",
     "seeds": "seeds",
     "threads": "threads",
+    "flush": "flush_bytes",
     "cache-dir": "cache_dir",
     "build-timeout": "build_timeout_s",
     "load-timeout": "load_timeout_s",
     "run-timeout": "run_timeout_s",
 }
 """Options that are settings of the gate, and what the gate calls them."""
-LLM_NAMES = ("llm", "model", "budget", "prices", "command", "exchange", "trajectories", "resume")
-"""Options of lab/plugin.py."""
-LLM_PATHS = ("prices", "exchange", "trajectories")
 COMPARING_NAMES = ("save", "compare", "compare-fail", "base", "summary")
 """Options of plugin/comparison/baselines.py."""
 
@@ -245,16 +247,14 @@ class Settings:
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for GateSettings: only what the user gave."""
-    llm: dict[str, Any] = field(default_factory=dict)
-    """What the user gave of LLM_NAMES."""
     given: tuple[str, ...] = ()
     """Names of the options that the user gave, on the command line or in the ini file."""
 
 
-def add_options(parser: pytest.Parser) -> None:
-    """Register every option and its ini twin. Defaults are None, or the ini file would never win."""
+def add_options(parser: pytest.Parser, options: Sequence[Option] = OPTIONS) -> None:
+    """Register options and their ini twins. Defaults are None, or the ini file would never win."""
     group = parser.getgroup("klineage", "gate for kernels (pytest-klineage)")
-    for option in OPTIONS:
+    for option in options:
         value: dict[str, Any] = {"action": "store_true"}
         if option.metavar:
             action = "append" if option.repeatable else "store"
@@ -290,30 +290,24 @@ def read_settings(config: pytest.Config) -> Settings:
         gate["sanitize"] = tuple(name for name in SANITIZERS if name in asked or "all" in asked)
     for name in ("cache-dir", "artifacts"):
         if values[name] is not None:
-            gate[GATE_KEYS[name]] = _path(config, name, values[name])
+            gate[GATE_KEYS[name]] = given_path(config, name, values[name])
     return Settings(
         platform=values["platform"] or "auto",
         mode=values["mode"] or "gate",
-        results=_path(config, "results", values["results"] or str(config.rootpath / "results")),
+        results=given_path(config, "results", values["results"] or str(config.rootpath / "results")),
         run_name=values["run"] or "",
         methods=_unique(values["method"] or ["expert"]),
         progress=values["progress"] or "auto",
-        json=_path(config, "json", values["json"]) if values["json"] else None,
+        json=given_path(config, "json", values["json"]) if values["json"] else None,
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
-        llm={
-            name: _path(config, name, values[name]) if name in LLM_PATHS else values[name]
-            for name in given
-            if name in LLM_NAMES
-        },
         given=given,
     )
 
 
-def _path(config: pytest.Config, name: str, text: str) -> Path:
+def given_path(config: pytest.Config, name: str, text: str) -> Path:
     """A path from the command line is relative to where pytest was started, one from the ini file to the ini file."""
-    key = next(option.key for option in OPTIONS if option.name == name)
-    from_ini = config.getoption(key) is None
+    from_ini = config.getoption(f"klineage_{name.replace('-', '_')}") is None
     base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
     return (base / Path(text).expanduser()).absolute()
 

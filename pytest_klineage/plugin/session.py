@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -96,6 +97,11 @@ class KlineageSession:
             self._progress = make_progress(self.config, self.settings.progress)
         return self._progress
 
+    def note_given(self, names: tuple[str, ...]) -> None:
+        """Count options of another plugin as given, and check what there is to check. Raises pytest.UsageError."""
+        self.settings = replace(self.settings, given=(*self.settings.given, *names))
+        self.check()
+
     def check(self) -> None:
         """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""
         try:
@@ -109,13 +115,14 @@ class KlineageSession:
 
     def judge(
         self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None,
-        platforms: tuple[str, ...] = (), title: str = "",
+        platforms: tuple[str, ...] = (), title: str = "", precision: float | None = None,
     ) -> Verdict:  # fmt: skip
         """The gate's verdict, with `title` on the progress line meanwhile. Raises KlineageError."""
+        given = {} if precision is None else {"precision": precision}
         if self.progress is not None:
             self.progress.begin(title or f"{case.id} {source.label}".rstrip())
         try:
-            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms)
+            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms, **given)
         finally:
             if self.progress is not None:
                 self.progress.end()

@@ -39,6 +39,8 @@ class Outcome(StrEnum):
     """The reference was another one, or another version of it."""
     OTHER_POLICY = "other_policy"
     """The timing policy was another one."""
+    OTHER_SETUP = "other_setup"
+    """Another size of the cache flush, another number of threads, or another binding of them."""
     BASE_FAILED = "base_failed"
     """The base's kernel could not be judged."""
     NO_SOURCE = "no_source"
@@ -52,7 +54,8 @@ class Outcome(StrEnum):
     @property
     def refused(self) -> bool:
         """Whether two figures exist that must not be compared, or one that should be there is not."""
-        return self in (Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE, Outcome.OTHER_POLICY)
+        return self in (Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE,
+                        Outcome.OTHER_POLICY, Outcome.OTHER_SETUP)  # fmt: skip
 
     @property
     def bad(self) -> bool:

@@ -28,6 +28,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     read_paths: tuple[str, ...] = ()
     """Directories beside the interpreter's own that the worker may read."""
     threads: int = 1
+    processors: tuple[int, ...] = ()
+    """Those that OpenMP's threads are bound to, one place or core each; empty where they are not bound."""
     sandbox: bool = True
     allow_processes: bool = False
     refuse_framework: bool = False
@@ -221,6 +223,8 @@ class TimeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     mode: str = "block"
     """On a GPU: "block" gives the median of a block of calls as one sample, "queued" every call's own time, "graph" the
     mean of a replayed graph. A CPU runs one call at a time in any mode but "graph"."""
+    flush: bool = True
+    """Whether calls on a CPU start from memory; those that warm a new process up need not."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from pytest_klineage.records.case import DTYPES
+
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor argument: logical shape and strides in elements."""
@@ -51,6 +53,11 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     scalars: dict[str, float] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.num_elements * DTYPES[spec.dtype] for spec in (*self.inputs, *self.outputs))
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

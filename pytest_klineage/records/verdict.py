@@ -41,6 +41,7 @@ class Code(StrEnum):
     SLOWER_THAN_REQUIRED = "slower.than_required"
     INCONCLUSIVE_INTERVAL = "inconclusive.interval"
     INCONCLUSIVE_BUSY = "inconclusive.busy_machine"
+    INCONCLUSIVE_UNSTABLE = "inconclusive.unstable"
     MISMATCH = "wrong_value.mismatch"
     NON_FINITE = "wrong_value.non_finite"
     UNWRITTEN = "wrong_value.unwritten"
@@ -92,6 +93,12 @@ class Code(StrEnum):
     @property
     def status(self) -> Status:
         return Status(self.value.partition(".")[0])
+
+
+DISTURBED = frozenset({Code.INCONCLUSIVE_BUSY, Code.INCONCLUSIVE_UNSTABLE})
+"""Codes of a timing that says little about the kernel's speed: it is neither pinned nor compared."""
+WIDEST = 2.0
+"""An interval whose ends differ by more than this factor does not say how fast a kernel is."""
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
@@ -234,6 +241,10 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     candidate_charges_ms: tuple[float, ...] = ()
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""
+    threads: int = 0
+    """CPU threads of both sides; 0 on a GPU, and in records before they were kept."""
+    binding: str = ""
+    """Where OpenMP's threads of both sides were bound: "by core", "by thread" or "none"; empty as `threads` is 0."""
     starts: tuple[int, ...] = (0,)
     """Samples at which both sides were started in new processes; the interval is over starts and their samples."""
     calls_per_sample: int = 1

@@ -25,6 +25,10 @@ BY_STATUS = {
 
 BY_CODE = {
     Code.INCONCLUSIVE_BUSY: "time it on an idle machine, or raise --klineage-busy-limit",
+    Code.INCONCLUSIVE_UNSTABLE: (
+        "a longer --klineage-time-limit does not help; look what makes one kernel run at two speeds: threads that the"
+        " kernel starts itself and does not bind (std::thread), a quota of CPU time, other programs, changing clocks"
+    ),
     Code.NON_FINITE: "look for an overflow, a division by zero, or a maximum that was not subtracted",
     Code.UNWRITTEN: "write every element of every output, edges and tails as well",
     Code.INPUT_MUTATED: "copy what the kernel changes; inputs are read-only",

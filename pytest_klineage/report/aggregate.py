@@ -6,10 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pytest_klineage.records import Code, Status, Verdict
-
-WIDEST = 2.0
-"""An interval whose ends differ by more than this factor does not say how fast a kernel is."""
+from pytest_klineage.records import Status, Verdict
+from pytest_klineage.records.verdict import DISTURBED, WIDEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +47,11 @@ def summarise(verdicts: Iterable[Verdict]) -> Summary:
 
 
 def uncertain(verdict: Verdict) -> bool:
-    """Whether a scored speedup says little: the machine was busy, or the interval spans more than a factor of two."""
+    """Whether a scored speedup says little: a disturbed timing, or an interval that spans more than a factor of two."""
     if verdict.timing is None or not verdict.scored:
         return False
     interval = verdict.timing.speedup
-    return verdict.code is Code.INCONCLUSIVE_BUSY or interval.high > WIDEST * interval.low
+    return verdict.code in DISTURBED or interval.high > WIDEST * interval.low
 
 
 def by_kernel(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:

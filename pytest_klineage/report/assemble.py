@@ -22,6 +22,7 @@ from pytest_klineage.report.outcomes import (
     several_languages,
 )
 from pytest_klineage.report.paper_tables import with_paper
+from pytest_klineage.report.records_section import records_section
 from pytest_klineage.report.speedups import latency_section, mean_table, setup_section, speedup_section
 from pytest_klineage.report.steps import Optimization
 from pytest_klineage.report.studies import (
@@ -48,6 +49,10 @@ COMMANDS = {
 """By section: what it shows, and what makes its records."""
 
 
+SUITES = "suites/"
+"""Where the tests of the paper's tables lie; the start of their node ids."""
+
+
 def assemble(material: Material, *, beside_paper: bool = False) -> Report:
     """Everything that the records tell; `beside_paper` adds the paper's values, labelled with their device."""
     optimized = in_order(optimizations(material))
@@ -62,13 +67,14 @@ def assemble(material: Material, *, beside_paper: bool = False) -> Report:
         *([lineage_section(material.lineages, details)] if material.lineages else []),
         *([card_section(material.cards, details)] if material.cards else []),
         *_studies(every, main),
+        *([records_section(material.runs, details)] if any(run.records for run in material.runs) else []),
         *_setup(every, material),
     ]
     return Report(
         title="Kernels under the gate",
         summary=_summary(main, material),
         sections=tuple(map(with_paper, sections) if beside_paper else sections),
-        absent=tuple(_absent({section.key for section in sections}, main)),
+        absent=tuple(_absent({section.key for section in sections}, main)) if _of_the_paper(material) else (),
         problems=(*material.problems, *_missing_lineages(material)),
         details=tuple(details.found.values()),
         sources=tuple(_sources(material)),
@@ -117,7 +123,7 @@ def _summary(main: Sequence[Result], material: Material) -> tuple[Headline, ...]
     lines = []
     for device, method, language, mean, coverage, reached in mean_table(main).rows:
         value = "no mean" if mean.order is None else mean.text
-        rests_on = f"{coverage.text} cases, {reached.text} at or above 1x; {language.text} on {device.text}"
+        rests_on = f"{coverage.text} scored, {reached.text} at or above 1x; {language.text} on {device.text}"
         lines.append(Headline(value, method.text, rests_on))
     steps = sum(len(read.record.transitions) for read in material.lineages)
     if material.lineages:
@@ -133,6 +139,13 @@ def _summary(main: Sequence[Result], material: Material) -> tuple[Headline, ...]
 def counted(number: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _of_the_paper(material: Material) -> bool:
+    """Whether the paper's tables are to be expected: not of a user's own runs, which a test outside of suites/ made."""
+    if material.trajectories or material.lineages or material.cards:
+        return True
+    return any(record.nodeid.startswith(SUITES) for run in material.runs for record in run.records)
 
 
 def _absent(there: set[str], main: Sequence[Result]) -> list[Absent]:

@@ -92,7 +92,7 @@ def state_blocks(read: ReadLineage, state: LineageState) -> tuple[Block, ...]:
 def card_block(card: SkillCard) -> Block:
     """A card's nine fields as one text."""
     conditions = "\n".join(f"  {item.kind.value}: {item.condition} ({item.reason})" for item in card.preconditions)
-    risks = "\n".join(f"  {risk.text}" + (f" [{risk.code.value}]" if risk.code else "") for risk in card.risks)
+    risks = "\n".join(f"  {risk.text} [{risk.code.value if risk.code else 'expected'}]" for risk in card.risks)
     scope = "; ".join(
         f"{name}: {', '.join(map(str, value))}"
         for name in ("operators", "shape_classes", "dtypes", "surfaces", "platforms", "capabilities", "prior")

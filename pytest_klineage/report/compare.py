@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.records import Code, Interval, Status, Timing, Verdict
+from pytest_klineage.records import Interval, Status, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
 from pytest_klineage.records.facts import MEASURED
+from pytest_klineage.records.verdict import DISTURBED
 
 MARGIN = 0.03
 """Change of speed that counts, where the user gives none."""
@@ -139,8 +140,13 @@ def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: floa
         message = f"the base's kernel could not be compared with: {reason.code.value}: {_line(reason.message)}"
         return _with(said, Outcome.BASE_FAILED, message, "build the base's kernel with the flags of the head", None)
     change = paired.timing.speedup
-    outcome = Outcome.UNCLEAR if paired.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    outcome = Outcome.UNCLEAR if paired.code in DISTURBED else classify(change, margin)
     return _with(said, outcome, _figures(outcome, change, "base", margin), _advice(outcome, ""), change)
+
+
+def precision_for(margin: float) -> float:
+    """Half-width that a judgement against the base needs, so that a change of twice the margin is told from none."""
+    return margin / 2
 
 
 def missing(nodeid: str, verdict: Verdict, name: str, others: Sequence[Baseline], *, margin: float) -> Comparison:
@@ -165,6 +171,20 @@ def reference_differences(old: dict[str, str], new: dict[str, str]) -> list[str]
     return [f"{name} {old[name]} then, {new[name]} now" for name in shared if old[name] != new[name]]
 
 
+def setup_differences(old: Timing, new: Timing) -> list[str]:
+    """What two timings were taken under and differs: the flush, and on a CPU threads and where they were bound."""
+    pairs = (
+        ("flush", _mebibytes(old.flush_bytes), _mebibytes(new.flush_bytes)),
+        ("threads", str(old.threads or "not recorded"), str(new.threads or "not recorded")),
+        ("binding", old.binding or "not recorded", new.binding or "not recorded"),
+    )
+    return [f"{name} {then} then, {now} now" for name, then, now in pairs if then != now]
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:g} MiB"
+
+
 def _judged(
     pin: Pin, verdict: Verdict, against: str, margin: float, confidence: float
 ) -> tuple[Outcome, str, str, Interval | None]:
@@ -185,11 +205,14 @@ def _judged(
         more = len(differences) - SHOWN_DIFFERENCES
         message = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
         return Outcome.OTHER_REFERENCE, message, again, None
+    if differences := setup_differences(pin.timing, verdict.timing):
+        message = f"it was timed otherwise: {'; '.join(differences)}"
+        return Outcome.OTHER_SETUP, message, again, None
     if pin.timing.policy != verdict.timing.policy:
         message = f"it was pinned with the timing policy {pin.timing.policy}; this is {verdict.timing.policy}"
         return Outcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
     change = change_interval(pin.timing, verdict.timing, confidence=confidence)
-    outcome = Outcome.UNCLEAR if verdict.code is Code.INCONCLUSIVE_BUSY else classify(change, margin)
+    outcome = Outcome.UNCLEAR if verdict.code in DISTURBED else classify(change, margin)
     return outcome, _figures(outcome, change, f"baseline {against!r}", margin), _advice(outcome, against), change
 
 
@@ -201,7 +224,7 @@ def _figures(outcome: Outcome, change: Interval, whom: str, margin: float) -> st
     figure = f"{change_text(change)} of the speed of the {whom}"
     limits = f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
     if outcome is Outcome.UNCLEAR:
-        return f"{figure}: the interval reaches over {limits}, or the machine was busy"
+        return f"{figure}: the interval reaches over {limits}, or the timing was disturbed"
     where = {Outcome.SLOWER: "all of it below", Outcome.FASTER: "all of it above"}.get(outcome, "all of it within")
     return f"{figure}, {where} {limits}"
 

@@ -44,6 +44,13 @@ class Attempt:
     optimization: Optimization | None = None
     step: Step | None = None
     """The step of the optimization that is meant."""
+    kernel: str = ""
+    """The kernel's label, where kernels are compared one by one and not by methods."""
+
+    @property
+    def name(self) -> str:
+        """What a row of a table calls it: the kernel's label, or the method."""
+        return self.kernel or self.method
 
     @property
     def device(self) -> str:
@@ -131,10 +138,10 @@ def attempts(runs: Iterable[Run], optimized: Iterable[Optimization]) -> list[Att
 
 
 def results(found: Iterable[Attempt]) -> list[Result]:
-    """One result for each device, case, method and language, in the order of first appearance."""
+    """One result for each device, case, method, kernel and language, in the order of first appearance."""
     groups: dict[tuple[str, ...], list[Attempt]] = {}
     for one in found:
-        key = (one.platform, one.device, one.case_id, reference_of(one), one.method, one.surface)
+        key = (one.platform, one.device, one.case_id, reference_of(one), one.method, one.kernel, one.surface)
         groups.setdefault(key, []).append(one)
     return [
         Result(
@@ -194,6 +201,7 @@ def _of_record(record: Record, method: str) -> Attempt:
     return Attempt(
         method=method, case_id=verdict.case.id, platform=verdict.machine.platform if verdict.machine else "",
         study=study, verdict=verdict, code=verdict.code, speedup=scored, trial=record.nodeid,
+        kernel=verdict.label if method == UNNAMED else "",
     )  # fmt: skip
 
 

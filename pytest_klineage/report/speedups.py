@@ -34,6 +34,7 @@ from pytest_klineage.report.steps import mark_of
 from pytest_klineage.report.tables import UNCERTAIN, ratio
 
 FAILURES = "A kernel without a speedup is no 1.0x: it lowers the coverage and is not in the mean."
+COMPETING = "Where several kernels share a case there is no mean."
 TONES = {True: Tone.GOOD, False: Tone.PLAIN}
 CASE = ("device", "case")
 SAME = ("device", "language", "reference")
@@ -72,18 +73,23 @@ def mean_table(found: Sequence[Result]) -> Table:
     """Geometric mean over scored cases with its coverage, for each device, method and language."""
     columns = (Column("device"), Column("method"), Column("language"), Column("geomean of successes", numeric=True),
                Column("coverage", numeric=True), Column("at or above 1x", numeric=True))  # fmt: skip
-    groups: dict[tuple[str, str, str], list[float | None]] = {}
+    groups: dict[tuple[str, str, str], list[Attempt]] = {}
     for one in ordered(found):
-        groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best.speedup)
+        groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best)
     order = method_order(method for _, method, _ in groups)
     rows = []
     for key, group in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]), item[0][2])):
-        speeds = [speed for speed in group if speed is not None]
+        speeds = [one.speedup for one in group if one.speedup is not None]
         reached = sum(speed >= 1.0 for speed in speeds)
         named = tuple(Cell(text or NOTHING, text or None) for text in key)
-        mean = times(geometric_mean(speeds))
+        mean = times(None if _compete(group) else geometric_mean(speeds))
         rows.append((*named, mean, share(len(speeds), len(group)), share(reached, len(group))))
-    return Table("Means", columns, tuple(rows), notes=(FAILURES,))
+    return Table("Means", columns, tuple(rows), notes=(FAILURES, COMPETING))
+
+
+def _compete(group: Sequence[Attempt]) -> bool:
+    """Whether several kernels of a group share a case: a mean over them would describe no kernel."""
+    return len({(one.case_id, reference_of(one)) for one in group}) < len(group)
 
 
 def ordered(found: Sequence[Result]) -> list[Result]:
@@ -99,7 +105,7 @@ def speedup_bars(found: Sequence[Result], details: Details) -> list[Figure]:
     methods = method_order(one.best.method for one in found)
     for number, device in enumerate(sorted({one.best.device for one in found})):
         here = [one for one in found if one.best.device == device]
-        cases = list(dict.fromkeys(case for _, _, case in ordered_cases(here)))
+        cases = list(dict.fromkeys(_category(one.best) for one in ordered(here)))
         variants = dict.fromkeys((one.best.method, one.best.surface) for one in ordered(here))
         series = [
             Series(
@@ -174,7 +180,7 @@ def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
     return (
         Cell(one.device, one.device),
         Cell(one.case_id, one.case_id, detail=_key(one, details)),
-        Cell(one.method, one.method),
+        Cell(one.name, one.name),
         Cell(one.surface or NOTHING, one.surface or None),
         Cell(text, one.speedup, TONES[scored and (one.speedup or 0.0) >= 1.0]),
         Cell(width, interval.low if interval else None, Tone.QUIET),
@@ -184,6 +190,11 @@ def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
         share(result.succeeded, result.attempts),
         Cell(_reason(one), _reason(one), Tone.PLAIN if scored else Tone.BAD),
     )
+
+
+def _category(one: Attempt) -> str:
+    """What a group of bars is called: the case, and the kernel where several are judged on one."""
+    return f"{one.case_id} {one.kernel}".rstrip()
 
 
 def _variant(method: str, surface: str, variants: Collection[tuple[str, str]]) -> str:
@@ -200,12 +211,12 @@ def _bars(
         if (one.method, one.surface) != variant:
             continue
         mark = mark_of(one.code, one.speedup) if one.code is not None else Mark.FAILED
-        text = f"{one.method} on {one.case_id}: " + (f"{ratio(one.speedup)}x" if one.speedup else _reason(one))
+        text = f"{one.name} on {one.case_id}: " + (f"{ratio(one.speedup)}x" if one.speedup else _reason(one))
         if interval is not None:
             text += f" [{ratio(interval.low)}, {ratio(interval.high)}]"
         points.append(
             Point(
-                x=cases.index(one.case_id), y=one.speedup, text=text, mark=mark,
+                x=cases.index(_category(one)), y=one.speedup, text=text, mark=mark,
                 low=interval.low if interval else None, high=interval.high if interval else None,
                 detail=_key(one, details),
             )

@@ -54,7 +54,8 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     if doubtful:
         scored = sum(verdict.scored for verdict in verdicts)
         names = ", ".join(map(_name, doubtful))
-        text = f"{UNCERTAIN} {len(doubtful)} of {scored} inconclusive (busy machine, or high/low above 2): {names}"
+        why = "busy machine, unstable times, or high/low above 2"
+        text = f"{UNCERTAIN} {len(doubtful)} of {scored} speedups uncertain ({why}): {names}"
         lines += _wrapped(text, width, indent="    ")
     return lines
 

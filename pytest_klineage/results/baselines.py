@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
-from pytest_klineage.records import Code, Verdict, from_json
+from pytest_klineage.records import Verdict, from_json
 from pytest_klineage.records.baseline import Baseline, Pin, samples_digest
+from pytest_klineage.records.verdict import DISTURBED
 from pytest_klineage.results.storage import record_json, write_atomically
 
 FOLDER = "baselines"
@@ -45,9 +46,9 @@ def pins_of(
 
 
 def can_be_pinned(verdict: Verdict) -> bool:
-    """Whether it has a time, taken on a quiet machine."""
+    """Whether it has a time that nothing disturbed."""
     timed = verdict.timing is not None and verdict.machine is not None
-    return timed and verdict.scored and verdict.code is not Code.INCONCLUSIVE_BUSY
+    return timed and verdict.scored and verdict.code not in DISTURBED
 
 
 def numbered(verdicts: Iterable[tuple[str, Verdict]]) -> list[int]:

@@ -172,11 +172,10 @@ class Oracle:
             arena = 1 + [dict(shape) for shape in problems.case.also_shapes].index(problem.case.shape)
         if self.blocks is not None:
             return self.blocks.check(request, arena)
-        self.give_turn(request.role)
-        self.flush()
+        self.freeze_others(request.role)
         slot = self.schedule.slot(fresh=True)
         outcome = self.players[request.role].run(
-            Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}
+            Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}, self.flush
         )
         shape = problem.case.shape if arena else {}
         checks = tuple(
@@ -204,11 +203,12 @@ class Oracle:
                     view, slot = self.next_view(problems, fresh=fresh)
                     seen.clear()
                 seen.add(role)
-                self.give_turn(role)
-                self.flush()
+                self.freeze_others(role)
                 self.turn = role
                 # The reference goes through the same motions: what follows a call must not depend on whose call it was.
-                outcome = self.players[role].run(view, 0, slot, request.deadline_s, request.defences)
+                outcome = self.players[role].run(
+                    view, 0, slot, request.deadline_s, request.defences, self.flush if request.flush else None
+                )
                 novel = isinstance(view, Plain) and fresh
                 samples.append(msgspec.structs.replace(outcome.sample, novel=novel))
                 if outcome.reasons and role == "reference":
@@ -226,8 +226,14 @@ class Oracle:
 
     def give_turn(self, role: str) -> None:
         """Let one worker run and freeze all others."""
+        self.freeze_others(role)
+        self.players[role].freeze(False)
+
+    def freeze_others(self, role: str) -> None:
+        """Freeze every worker but one."""
         for name, player in self.players.items():
-            player.freeze(name != role)
+            if name != role:
+                player.freeze(True)
 
     def next_view(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to."""

@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -135,11 +135,21 @@ class Player:
         for arena in self.arenas:
             arena.close()
 
-    def run(self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str]) -> Outcome:
-        """Run once on prepared memory and compare everything."""
+    def run(
+        self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str],
+        flush: Callable[[], None] | None = None,
+    ) -> Outcome:  # fmt: skip
+        """Run once on prepared memory and compare everything.
+
+        The worker stands still from before the inputs are written until it is asked to run: flushing the caches takes
+        longer than many kernels, and comes last, since it would not remove what is written after it.
+        """
         arena = self.arenas[arena_index]
         kind = secrets.randbelow(2)
+        self.freeze(True)
         prepare(arena, slot, view, kind, defences)
+        if flush is not None:
+            flush()
         sample, early, tensors = self._call(arena, arena_index, slot, deadline_s)
         reasons = list(self._integrity(arena, slot, view, tensors, defences))
         if "verify" not in defences:
@@ -161,6 +171,7 @@ class Player:
         waited = self._waited_ns()
         started = time.perf_counter_ns()
         self._send(request)
+        self.freeze(False)
         returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
         wall_ns = time.perf_counter_ns() - started
         waited = self._waited_ns() - waited

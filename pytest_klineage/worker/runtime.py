@@ -21,6 +21,7 @@ from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import Loaded as LoadedKernel
 from pytest_klineage.worker.host.calls import CallLoop
+from pytest_klineage.worker.host.scheduling import MainThread
 from pytest_klineage.worker.sandbox import containment
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ GPU_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS",
 )  # fmt: skip
 """What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
+"""How many threads there are, and where OpenMP binds them."""
 REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 """Where a reference keeps what it has compiled. No candidate may write to these folders."""
 SYSTEM_PATHS = (
@@ -53,6 +56,8 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     redirect_output(log_fd)
     channel = Channel.from_fd(keep_only(channel_fd))
     set_environment(job)
+    main_thread = MainThread(job.processors)
+    main_thread.widen()
     try:
         # A GPU's context and its clock come first: the driver opens its files here, and binds them to no candidate.
         clock = device_clock(job) if on_gpu(job) else None
@@ -69,11 +74,12 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     except BaseException as error:  # process boundary: whatever a candidate raises at import becomes an answer
         channel.send(LoadFailed(code=Code.EXCEPTION, message=describe(error)))
         return
+    main_thread.widen()
     gc.collect()
     gc.disable()
     channel.send(Loaded(containment=tuple(containment_report), settings=settings(job)))
     if clock is None:
-        CallLoop(channel, kernel).serve()
+        CallLoop(channel, kernel, after_first=main_thread.settle).serve()
     else:
         from pytest_klineage.worker.device.calls import DeviceLoop
 
@@ -113,7 +119,7 @@ def keep_only(channel_fd: int) -> int:
 
 def set_environment(job: Job) -> None:
     """The same neutral environment for checks and for timing; private HOME and TMPDIR."""
-    names = ["PATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "LC_ALL", *(GPU_VARIABLES if on_gpu(job) else ())]
+    names = ["PATH", *THREAD_VARIABLES, "LC_ALL", *(GPU_VARIABLES if on_gpu(job) else ())]
     names += REFERENCE_VARIABLES if job.surface == "reference" else ()
     kept = {name: os.environ[name] for name in names if name in os.environ}
     os.environ.clear()

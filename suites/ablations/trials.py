@@ -21,7 +21,7 @@ from pytest_klineage.lab.optimizers.instructions import cpu_features
 from pytest_klineage.lab.optimizers.klineage import CardMethod, card_method
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Told
 from pytest_klineage.lab.optimizers.session import Judge
-from pytest_klineage.lab.plugin import Models
+from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.records import (
     Begun,
     Event,
@@ -112,12 +112,12 @@ def library(config: pytest.Config, models: Models) -> CardIndex:
 
 def was_run(session: KlineageSession) -> bool:
     """Whether a model was asked, so that tables are to be made anew."""
-    return session.settings.llm.get("llm", "none") not in ("none", "replay")
+    return model_settings(session.config).get("llm", "none") not in ("none", "replay")
 
 
 def recorded_in(session: KlineageSession, name: str) -> list[Trial]:
     """All recorded trials of an ablation on this platform."""
-    base = session.settings.llm.get("trajectories") or session.settings.results / "trajectories"
+    base = model_settings(session.config).get("trajectories") or session.settings.results / "trajectories"
     return trials_in(base / f"{name}-{session.platform}")
 
 

@@ -26,7 +26,7 @@ from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
 
-QUICK = {"time_limit_s": 1.5, "precision": 0.05, "busy_limit": 1.0}
+QUICK = {"time_limit_s": 1.5, "precision": 0.05, "busy_limit": 1.0, "spread_limit": 1e6}
 """Of a gate that need only see whether a kernel is right, and which of two is faster."""
 TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
 """Of the gate of trials: half of a card's effect is more than this. What the user gives counts, here and above."""

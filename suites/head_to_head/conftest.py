@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.plugin import Models
+from pytest_klineage.lab.plugin import Models, model_settings
 
 FOLDER = "head_to_head"
 
@@ -20,7 +20,7 @@ FOLDER = "head_to_head"
 @pytest.fixture
 def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
     """Language models as chosen, with the trajectories of this suite. Without any, what is recorded is replayed."""
-    settings = dict(klineage_session.settings.llm)
+    settings = dict(model_settings(klineage_session.config))
     if settings.get("llm", "none") == "none":
         settings["llm"] = "replay"
     models = Models(

@@ -21,7 +21,7 @@ from pytest_klineage.lab.optimizers.instructions import cpu_features
 from pytest_klineage.lab.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
 from pytest_klineage.lab.optimizers.replaying import read_recorded, replayed
 from pytest_klineage.lab.optimizers.session import Judge
-from pytest_klineage.lab.plugin import ALL, Models
+from pytest_klineage.lab.plugin import ALL, Models, model_settings
 from pytest_klineage.records import Begun, to_json
 from pytest_klineage.results.runs import Record
 from pytest_klineage.surfaces import SURFACES
@@ -131,7 +131,7 @@ def library(config: pytest.Config) -> CardIndex:
 
 def is_resumed(session: KlineageSession, name: str) -> bool:
     """Whether --klineage-resume names this run."""
-    pattern: str = session.settings.llm.get("resume") or ""
+    pattern: str = model_settings(session.config).get("resume") or ""
     return pattern == ALL or bool(pattern and fnmatch(name, pattern))
 
 

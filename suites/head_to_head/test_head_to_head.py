@@ -32,7 +32,7 @@ from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
 from pytest_klineage.lab.optimizers import disagreements
-from pytest_klineage.lab.plugin import Models
+from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.plugin.session import SESSION_KEY
 
 FOLDER = "head_to_head"
@@ -111,12 +111,12 @@ def test_tables_are_those_of_the_trajectories(klineage_session: KlineageSession)
 
 def asks_a_model(session: KlineageSession) -> bool:
     """Whether a model is asked, so that trajectories and tables are made."""
-    return session.settings.llm.get("llm", "none") not in ("none", "replay")
+    return model_settings(session.config).get("llm", "none") not in ("none", "replay")
 
 
 def base_of(session: KlineageSession) -> Path:
     """The folder of trajectories and tables."""
-    base: Path = session.settings.llm.get("trajectories") or session.settings.results / FOLDER
+    base: Path = model_settings(session.config).get("trajectories") or session.settings.results / FOLDER
     return base
 
 

@@ -22,6 +22,7 @@ from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
 from pytest_klineage.lab.optimizers.replaying import best_made, best_recorded, replayed
+from pytest_klineage.lab.plugin import model_settings
 from pytest_klineage.records import INSTRUCTIONS, KernelSource
 
 EXPERTS = Path(__file__).parents[2] / "experts"
@@ -192,7 +193,7 @@ def test_main_tier(
 def optimized(session: KlineageSession, kernel: Kernel, case: KernelCase, scratch: Path) -> KernelSource:
     """The fastest kernel that a method is recorded to have made, out of its trajectory; skips the test without one."""
     platform, method = session.platform, kernel.name
-    folder = session.settings.llm.get("trajectories") or session.settings.results / RECORDED
+    folder = model_settings(session.config).get("trajectories") or session.settings.results / RECORDED
     recorded = best_recorded(folder, method, case, platform)
     if recorded is None:
         pytest.skip(

@@ -23,6 +23,7 @@ import pytest
 from pytest_klineage import KernelGate, Timing, Verdict, kernel_case, paper_case
 from pytest_klineage.cli.main import RECORDS
 from pytest_klineage.gate import DEFENCES, POLICIES
+from pytest_klineage.lab.plugin import OPTIONS as LAB_OPTIONS
 from pytest_klineage.operators import OPERATORS
 from pytest_klineage.plugin.options import OPTIONS
 from pytest_klineage.records import Code, Status
@@ -38,7 +39,8 @@ IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
 COMMANDS = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage"], "python": []}
 QUICK = (
-    "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider"
+    "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
+    "--klineage-spread-limit=1e6"
 )
 """Examples are about what happens, not about precise figures."""
 EXAMPLE_LIMIT_S = 180
@@ -48,6 +50,8 @@ MACHINE = re.compile(
     r"(?<![\w.])/(home|root|work|tmp|opt|Users|mnt|data)/|file://|localhost|\.internal\b|pypi\.org|simple/"
 )
 """Paths of somebody's machine, and hosts of package registries."""
+GENERATED = {"report.html"}
+"""Pages of the site that are made when it is built; see docs/site_hooks.py."""
 LINKED_HOSTS = {"keepachangelog.com", "semver.org"}
 
 
@@ -125,7 +129,11 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "COLUMNS": "80",
     }
-    plugin = [] if program != "pytest" or installed() else ["-p", "pytest_klineage.plugin"]
+    plugin = (
+        []
+        if program != "pytest" or installed()
+        else ["-p", "pytest_klineage.plugin", "-p", "pytest_klineage.lab.plugin"]
+    )
     done = subprocess.run(
         [sys.executable, *COMMANDS[program], *plugin, *arguments], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=EXAMPLE_LIMIT_S, check=False,
@@ -172,6 +180,8 @@ def test_links_lead_somewhere(path: Path) -> None:
         if target.startswith("https://"):
             assert target.split("/")[2] in LINKED_HOSTS, target
             continue
+        if target in GENERATED:
+            continue
         name, _, anchor = target.partition("#")
         linked = (path.parent / name).resolve() if name else path
         assert linked.exists(), f"{path.name} links to {target}"
@@ -196,11 +206,11 @@ def test_options_are_those_of_pytest_help(tmp_path: Path) -> None:
     assert status == 0
     documented = {code(row[0])[0].split()[0]: row for row in table(page("reference/options.md"))}
     shown = set(re.findall(r"^  (--klineage-[a-z-]+)", output, re.M))
-    assert set(documented) == shown == {option.flag for option in OPTIONS}
+    assert set(documented) == shown == {option.flag for option in OPTIONS + LAB_OPTIONS}
     assert {code(row[1])[0] for row in documented.values()} == set(re.findall(r"^  (klineage_\w+) \(", output, re.M))
 
 
-@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+@pytest.mark.parametrize("option", OPTIONS + LAB_OPTIONS, ids=lambda option: option.name)
 def test_an_option_is_documented_as_it_is(option: Any) -> None:
     row = next(row for row in table(page("reference/options.md")) if code(row[0])[0].split()[0] == option.flag)
     assert code(row[0])[0] == f"{option.flag} {option.metavar}".rstrip()

@@ -41,7 +41,7 @@ def quick_settings(config: pytest.Config, cache: Path, **changed: Any) -> GateSe
     given = config.getoption("klineage_cache_dir", default=None)
     artifacts = config.getoption("klineage_artifacts", default=None)
     return GateSettings(
-        time_limit_s=0.05, precision=0.5, busy_limit=1.0, seeds=1, build_timeout_s=BUILD_TIMEOUT_S,
+        time_limit_s=0.05, precision=0.5, busy_limit=1.0, spread_limit=1e6, seeds=1, build_timeout_s=BUILD_TIMEOUT_S,
         cache_dir=Path(given).absolute() if given else cache,
         artifacts=Path(artifacts).absolute() if artifacts else None, **changed,
     )  # fmt: skip

@@ -35,7 +35,13 @@ KERNELS = {
     "crash.cpp": f"{HEADER} run(const klineage_call *call) {{ return *(volatile int *)8; }}\n",
 }
 
-QUICK = ("--klineage-time-limit=0.3", "--klineage-precision=0.5", "--klineage-seeds=1", "--klineage-busy-limit=1")
+QUICK = (
+    "--klineage-time-limit=0.3",
+    "--klineage-precision=0.5",
+    "--klineage-seeds=1",
+    "--klineage-busy-limit=1",
+    "--klineage-spread-limit=1e6",
+)
 """Tests of the plugin need verdicts, not precise ones."""
 
 FAKE_GATE = '''

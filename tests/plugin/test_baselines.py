@@ -53,7 +53,8 @@ class PretendedGate:
     def __init__(self, platform, settings=None, progress=None):
         self.platform, self.judged = platform, {}
 
-    def judge(self, case, source, *, reference_source=None, platforms=()):
+    def judge(self, case, source, *, reference_source=None, platforms=(), precision=None):
+        assert (precision is not None) == (reference_source is not None), "only against the base it is sharper"
         key = (source.digest, reference_source is None)
         number = self.judged[key] = self.judged.get(key, -1) + 1
         code, speedup = said(source, number)

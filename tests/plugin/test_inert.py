@@ -16,6 +16,7 @@ HEAVY = (
     "asyncio",
     "multiprocessing",
     "pytest_klineage.gate",
+    "pytest_klineage.lab.llm",
     "http",
     "sqlite3",
 )
@@ -25,7 +26,7 @@ def test_importing_the_plugin_loads_nothing_heavy() -> None:
     code = (
         "import sys, pytest\n"
         "before = set(sys.modules)\n"
-        "import pytest_klineage, pytest_klineage.plugin\n"
+        "import pytest_klineage, pytest_klineage.plugin, pytest_klineage.lab.plugin\n"
         "new = set(sys.modules) - before\n"
         f"heavy = [name for name in {HEAVY!r} if name in new]\n"
         "assert not heavy, heavy\n"
@@ -53,10 +54,11 @@ def test_a_run_that_uses_nothing_shows_and_writes_nothing(pytester: pytest.Pytes
 
 
 def test_help_lists_every_option_and_ini_key(pytester: pytest.Pytester) -> None:
+    from pytest_klineage.lab.plugin import OPTIONS as LAB_OPTIONS
     from pytest_klineage.plugin.options import OPTIONS
 
     text = pytester.runpytest("--help").stdout.str()
-    for option in OPTIONS:
+    for option in OPTIONS + LAB_OPTIONS:
         assert option.flag in text
         assert option.key in text
         assert option.help[0].isupper()

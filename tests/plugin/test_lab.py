@@ -11,8 +11,7 @@ import pytest
 from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.llm.faults import NoBackend, NoKey, NoPrice
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.plugin import Models
-from pytest_klineage.plugin.options import LLM_BACKENDS
+from pytest_klineage.lab.plugin import BACKENDS, Models
 from pytest_klineage.records import Begun, Noted
 
 PRICES = """
@@ -78,7 +77,7 @@ class TestOptions:
     def test_an_unknown_backend_stops_at_once(self, pytester: pytest.Pytester) -> None:
         result = pytester.runpytest("--klineage-llm=antropic")
         assert result.ret == pytest.ExitCode.USAGE_ERROR
-        result.stderr.fnmatch_lines([f"*'antropic' is not one of: {', '.join(LLM_BACKENDS)}"])
+        result.stderr.fnmatch_lines([f"*'antropic' is not one of: {', '.join(BACKENDS)}"])
 
     def test_the_ini_file_may_choose(self, pytester: pytest.Pytester) -> None:
         pytester.makeini("[pytest]\nklineage_llm = exchange\nklineage_exchange = asked\nklineage_model = unbilled\n")

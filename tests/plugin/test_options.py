@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from pytest_klineage.gate.host import gpus
+from pytest_klineage.lab.plugin import OPTIONS as LAB_OPTIONS
 from pytest_klineage.plugin.options import GATE_KEYS, OPTIONS, Option, option_value, read_settings
 from pytest_klineage.plugin.session import KlineageSession
 
+ALL = OPTIONS + LAB_OPTIONS
 SAMPLES: dict[str, tuple[str, Any]] = {
     "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
@@ -24,9 +26,11 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "confidence": ("0.9", 0.9),
     "time-limit": ("3.5", 3.5),
     "busy-limit": ("0.5", 0.5),
+    "spread-limit": ("3", 3.0),
     "seed": ("monday", "monday"),
     "seeds": ("7", 7),
     "threads": ("1", 1),
+    "flush": ("48MiB", 48 << 20),
     "cache-dir": ("some/cache", "some/cache"),
     "results": ("some/results", "some/results"),
     "run": ("trial", "trial"),
@@ -63,6 +67,8 @@ BAD = {
     "precision": ("0", "0 must be above 0 and below 1"),
     "seeds": ("2.5", "'2.5' is not a whole number"),
     "threads": ("-1", "-1 must be at least 0"),
+    "spread-limit": ("1", "1 must be above 1"),
+    "flush": ("64 x", "'64 x' is not a size such as 64M, 1G or 0"),
     "time-limit": ("soon", "'soon' is not a number"),
     "run": ("", "must not be empty"),
 }
@@ -74,11 +80,11 @@ UNKNOWN = {
 
 
 def named(name: str) -> Option:
-    return next(option for option in OPTIONS if option.name == name)
+    return next(option for option in ALL if option.name == name)
 
 
 def test_every_option_has_a_sample() -> None:
-    assert set(SAMPLES) == {option.name for option in OPTIONS}
+    assert set(SAMPLES) == {option.name for option in ALL}
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -11,7 +11,12 @@ import sys
 
 import pytest
 
-QUICK = ("--klineage-time-limit=0.5", "--klineage-precision=0.3", "--klineage-busy-limit=1")
+QUICK = (
+    "--klineage-time-limit=0.5",
+    "--klineage-precision=0.3",
+    "--klineage-busy-limit=1",
+    "--klineage-spread-limit=1e6",
+)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import os
 import platform
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pytest_klineage.gate.host.locks import machine_lock as machine_lock  # callers know it by this place
@@ -14,8 +15,23 @@ from pytest_klineage.records import Machine, platform_name
 
 DEFAULT_CACHE_BYTES = 32 << 20
 """Assumed size of the last-level cache where the system does not say."""
-PEAK_FLOPS_PER_CORE = 64 * 6.0e9
-"""Fused multiply-adds of two 512-bit units at 6 GHz: no CPU core of today is faster in fp32."""
+DEFAULT_L2_BYTES = 2 << 20
+"""The same of a core's L2."""
+FLUSH_BYTES = 64 << 20
+"""What is written between two calls at least, where twice the last-level cache is more."""
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+PEAK_HZ = 6.0e9
+"""No CPU of today has a higher clock; those with matrix units stay below half of it."""
+VECTOR_FLOPS = 64
+"""Operations per cycle and core of two 512-bit units that multiply and add in fp32."""
+FLOAT_UNITS = {
+    "avx512_bf16": 128, "avx512_fp16": 128, "amx_tf32": 512, "amx_bf16": 1024, "amx_fp16": 1024, "amx_complex": 1024,
+    "amx_fp8": 2048,
+}  # fmt: skip
+"""Operations per cycle and core of units for short floating-point numbers, by the flag of the CPU that names them. One
+AMX tile product of bf16 is 16 x 16 x 32 multiply-adds in 16 cycles."""
+INTEGER_UNITS = {"avx_vnni": 128, "avx512_vnni": 256, "amx_int8": 2048}
+"""The same for short integers."""
 PEAK_BYTES_PER_CORE = 1.0e12
 """More than any core reads from its cache per second."""
 
@@ -41,13 +57,58 @@ def usable_cores() -> int:
 @functools.lru_cache
 def last_level_cache_bytes() -> int:
     """Size of the largest cache that sysfs names for CPU 0."""
-    sizes = [DEFAULT_CACHE_BYTES // 4]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+    return max(cache_sizes().values(), default=DEFAULT_CACHE_BYTES)
+
+
+def cache_sizes(folder: Path = CACHES) -> dict[int, int]:
+    """Bytes of the data caches of CPU 0 by level, the last level at least a quarter of the default."""
+    sizes: dict[int, int] = {}
+    for index in folder.glob("index*"):
         with contextlib.suppress(OSError, ValueError):
-            text = path.read_text().strip()
+            level, text = int((index / "level").read_text()), (index / "size").read_text().strip()
             unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:], 1)
-            sizes.append(int(text.rstrip("KM")) * unit)
-    return max(sizes) if len(sizes) > 1 else DEFAULT_CACHE_BYTES
+            sizes[level] = max(sizes.get(level, 0), int(text.rstrip("KM")) * unit)
+    if sizes:
+        sizes[max(sizes)] = max(sizes[max(sizes)], DEFAULT_CACHE_BYTES // 4)
+    return sizes
+
+
+def flush_size(operand_bytes: int, sizes: Mapping[int, int]) -> int:
+    """Bytes to write so that nothing of a call's operands is left in caches of these `sizes` by level.
+
+    Twice the last level always does. A virtual machine may name the whole host's hundreds of MiB, of which it gets a
+    few; writing them takes so long that the threads of what is timed have gone to sleep. What a call can have left in
+    a cache is no more than it touches, so FLUSH_BYTES do where the operands are smaller, and four times the L2 and
+    twice the operands where they are not.
+    """
+    last = max(sizes.values(), default=DEFAULT_CACHE_BYTES)
+    return min(2 * last, max(FLUSH_BYTES, 4 * sizes.get(2, DEFAULT_L2_BYTES) + 2 * operand_bytes))
+
+
+def cpu_flags(text: str) -> frozenset[str]:
+    """The instruction sets in the text of /proc/cpuinfo: of its first processor."""
+    for line in text.splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
+
+
+def peak_flops_per_core(flags: Collection[str], dtype: str) -> float:
+    """Operations per second that no core with these `flags` exceeds on numbers of a type.
+
+    Floating-point types have one peak: products of fp32 can be put together from a few of bf16.
+    """
+    units = INTEGER_UNITS if dtype.startswith("int") else FLOAT_UNITS
+    return max(VECTOR_FLOPS, *(most for flag, most in units.items() if flag in flags), 0) * PEAK_HZ
+
+
+@functools.lru_cache
+def flags_here() -> frozenset[str]:
+    """The instruction sets of this machine; none where the system does not say."""
+    with contextlib.suppress(OSError):
+        return cpu_flags(Path("/proc/cpuinfo").read_text())
+    return frozenset()
 
 
 def processor_name() -> str:

@@ -12,15 +12,18 @@ import msgspec
 from pytest_klineage.gate.findings import Peaks, busy_reason
 from pytest_klineage.gate.host.cpu import (
     PEAK_BYTES_PER_CORE,
-    PEAK_FLOPS_PER_CORE,
     LoadMeter,
+    cache_sizes,
     describe_cpu,
-    last_level_cache_bytes,
+    flags_here,
+    flush_size,
+    peak_flops_per_core,
 )
 from pytest_klineage.gate.host.gpus import choose_gpu, describe_gpu
 from pytest_klineage.gate.host.monitor import GpuMeter
 from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
 from pytest_klineage.gate.host.nvml import open_nvml
+from pytest_klineage.gate.host.threads import Binding, binding_here
 from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
 
 GPU_FLUSH_BYTES = 256 << 20
@@ -122,8 +125,10 @@ class Place(ABC):
     """Name of its machine-wide lock."""
     environment: dict[str, str]
     """Variables for the processes that work there."""
-    flush_bytes: int
-    """Bytes to write between two calls, so that each starts from memory."""
+
+    @abstractmethod
+    def flush_bytes(self, operand_bytes: int) -> int:
+        """Bytes to write between two calls on so many bytes of operands, so that each starts from memory."""
 
     @abstractmethod
     def machine(self, software: dict[str, str], threads: int) -> Machine:
@@ -134,12 +139,16 @@ class Place(ABC):
         """Which template a worker is forked from."""
 
     @abstractmethod
-    def peaks(self, threads: int) -> Peaks:
-        """What no such machine exceeds."""
+    def peaks(self, threads: int, dtype: str) -> Peaks:
+        """What no such machine exceeds on numbers of a type."""
 
     @abstractmethod
     def watch(self) -> Watch:
         """Begin to look at the place."""
+
+    def binding(self, threads: int) -> Binding:
+        """Where OpenMP's threads are bound: nowhere, unless it is the CPU that is timed."""
+        return Binding()
 
     def memory(self) -> DeviceMemory | None:
         """The GPU's memory; None where there is no GPU, or nobody says."""
@@ -153,7 +162,9 @@ class CpuPlace(Place):
 
     def __init__(self) -> None:
         self.environment = {}
-        self.flush_bytes = 2 * last_level_cache_bytes()
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        return flush_size(operand_bytes, cache_sizes())
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         return describe_cpu(software, {"threads": str(threads)})
@@ -161,11 +172,16 @@ class CpuPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "torch" if needs_torch else "none"
 
-    def peaks(self, threads: int) -> Peaks:
-        return Peaks(flops=PEAK_FLOPS_PER_CORE * threads, bytes=PEAK_BYTES_PER_CORE * threads)
+    def peaks(self, threads: int, dtype: str) -> Peaks:
+        return Peaks(
+            flops=peak_flops_per_core(flags_here(), dtype) * threads, bytes=PEAK_BYTES_PER_CORE * threads
+        )  # fmt: skip
 
     def watch(self) -> Watch:
         return CpuWatch()
+
+    def binding(self, threads: int) -> Binding:
+        return binding_here(threads)
 
 
 class GpuPlace(Place):
@@ -177,7 +193,10 @@ class GpuPlace(Place):
         self.gpu = choose_gpu(platform)
         self.lock = self.gpu.uuid
         self.environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid}
-        self.flush_bytes = GPU_FLUSH_BYTES
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        """The same for all: an L2 is hardly larger than the operands of most cases."""
+        return GPU_FLUSH_BYTES
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         return describe_gpu(self.gpu, software, {"threads": str(threads)})
@@ -186,7 +205,7 @@ class GpuPlace(Place):
         """Always with torch: its profiler names the kernels that the device executes."""
         return "torch"
 
-    def peaks(self, threads: int) -> Peaks:
+    def peaks(self, threads: int, dtype: str) -> Peaks:
         return GPU_PEAKS
 
     def watch(self) -> Watch:
@@ -208,7 +227,10 @@ class NoPlace(Place):
     device, lock = "cpu", "build"
 
     def __init__(self, platform: str) -> None:
-        self.platform, self.environment, self.flush_bytes = platform, {}, 0
+        self.platform, self.environment = platform, {}
+
+    def flush_bytes(self, operand_bytes: int) -> int:
+        return 0
 
     def machine(self, software: dict[str, str], threads: int) -> Machine:
         """This machine's CPU under the name of the platform that it builds for."""
@@ -217,7 +239,7 @@ class NoPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "none"
 
-    def peaks(self, threads: int) -> Peaks:
+    def peaks(self, threads: int, dtype: str) -> Peaks:
         return GPU_PEAKS
 
     def watch(self) -> Watch:

@@ -9,9 +9,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from pytest_klineage.gate.findings import fails_anyway
 from pytest_klineage.gate.host.monitor import memory_used
 from pytest_klineage.gate.host.nvml import Nvml, open_nvml
-from pytest_klineage.records import Code, Reason, Status
+from pytest_klineage.records import Code, Reason
 from pytest_klineage.records.device import Gpu, GpuProcess, Neighbours
 
 OUTERMOST_PID_SPACE = "pid:[4026531836]"
@@ -65,7 +66,7 @@ def busy_gpu_reason(timed: Reason, neighbours: Neighbours, *, allow: bool) -> Re
     Where it is not known who is there, only a look while nothing of ours ran counts: a guess must not cost an honest
     kernel its verdict.
     """
-    if allow or timed.code.status is Status.INCONCLUSIVE:
+    if allow or timed.code is Code.INCONCLUSIVE_INTERVAL or fails_anyway(timed):
         return timed
     who = _who(neighbours)
     if not who:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.host.hosts import Surroundings, Watch
 from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
+from pytest_klineage.gate.timing import stability
 from pytest_klineage.gate.timing.policy import POLICIES, Outcome, Paired, Samples
 from pytest_klineage.gate.timing.restarts import renewal_for
 from pytest_klineage.gate.timing.statistics import median
@@ -48,11 +51,20 @@ class TimedStage:
             self._distrust(name, outcome, opened)
             if decisive is None:
                 self.judgement.notes += seen.notes()
-                reason = findings.timing_reason(self.judgement.case, outcome, self.judgement.settings.margin)
-                decisive = seen.judge(reason, self.judgement.settings.busy_limit)
+                decisive = seen.judge(self._timing_reason(outcome), self.judgement.settings.busy_limit)
         if decisive is None:
             raise HarnessError("no timing policy ran")
         return decisive
+
+    def _timing_reason(self, outcome: Outcome) -> Reason:
+        """What the interval says, and whether the times allow it."""
+        case, limit = self.judgement.case, self.judgement.settings.spread_limit
+        outcome = msgspec.structs.replace(outcome, samples=self._corrected(outcome.samples))
+        reason = findings.timing_reason(case, outcome, self.judgement.settings.margin)
+        return stability.steady_reason(reason, outcome.samples, at_least=case.at_least, limit=limit)
+
+    def _corrected(self, samples: Samples) -> Samples:
+        return findings.charged(samples) if "two_clocks" in self.judgement.settings.defences else samples
 
     def _measure(self, name: str) -> Outcome:
         started = time.monotonic()
@@ -73,8 +85,8 @@ class TimedStage:
 
         policy = POLICIES[name]
         return policy.measure(
-            lambda order, reps: self._sample(order, reps, policy.mode),
-            findings.charged if "two_clocks" in self.judgement.settings.defences else lambda samples: samples,
+            lambda order, reps, flush=True: self._sample(order, reps, policy.mode, flush),
+            self._corrected,
             precision=self.judgement.settings.precision,
             confidence=self.judgement.settings.confidence,
             out_of_time=lambda: time.monotonic() - started - renewing_s > self.judgement.settings.time_limit_s,
@@ -84,10 +96,11 @@ class TimedStage:
             ) if isinstance(policy, Paired) else None,
         )  # fmt: skip
 
-    def _sample(self, order: tuple[str, ...], reps: int, mode: str) -> Samples:
+    def _sample(self, order: tuple[str, ...], reps: int, mode: str, flush: bool) -> Samples:
         deadline = self.judgement.settings.run_timeout_s
         request = TimeRequest(
-            order=order, reps=reps, deadline_s=deadline, defences=self.judgement.settings.defences, mode=mode
+            order=order, reps=reps, deadline_s=deadline, defences=self.judgement.settings.defences, mode=mode,
+            flush=flush,
         )  # fmt: skip
         answer = self.judgement.processes.ask_oracle(request, Timed, deadline * len(order) * reps + CALL_SLACK_S)
         if isinstance(answer, Problem):
@@ -120,20 +133,20 @@ class TimedStage:
         if "two_clocks" in self.judgement.settings.defences:
             reasons.append(findings.clock_reason(outcome.samples))
         if "floor" in self.judgement.settings.defences:
-            reasons.append(
-                findings.floor_reason(
-                    opened,
-                    median(outcome.samples.candidate),
-                    self.judgement.bench.place.peaks(self.judgement.bench.threads),
-                )
-            )
+            reasons.append(self._floor_reason(outcome.samples, opened))
         if found := [reason for reason in reasons if reason is not None]:
             raise Rejected(*found)
 
+    def _floor_reason(self, samples: Samples, opened: Opened) -> Reason | None:
+        judgement = self.judgement
+        peaks = judgement.bench.place.peaks(judgement.bench.threads, judgement.case.dtype)
+        trusted_ms = median(samples.reference) if judgement.reference_source is None else None
+        return findings.floor_reason(opened, median(samples.candidate), peaks, trusted_ms)
+
     def _timing(self, name: str, outcome: Outcome, seconds: float, seen: Surroundings) -> Timing:
         clocks = findings.clocks_of(outcome.samples)
-        charge = "two_clocks" in self.judgement.settings.defences
-        samples = findings.charged(outcome.samples) if charge else outcome.samples
+        samples = self._corrected(outcome.samples)
+        on_cpu = self.judgement.bench.place.device == "cpu"
         return Timing(
             policy=name,
             reference_ms=median(samples.reference),
@@ -142,13 +155,15 @@ class TimedStage:
             reference_samples_ms=tuple(samples.reference),
             candidate_samples_ms=tuple(samples.candidate),
             warmup=outcome.warmup,
-            flush_bytes=self.judgement.bench.flush_bytes,
+            flush_bytes=self.judgement.flush_bytes,
             statistic=outcome.statistic,
             wall_gap_ms=median(clocks.candidate_gaps),
             reference_wall_gap_ms=median(clocks.reference_gaps),
             reference_charges_ms=findings.charges(outcome.samples.reference, samples.reference),
             candidate_charges_ms=findings.charges(outcome.samples.candidate, samples.candidate),
             foreign_load=seen.foreign_load,
+            threads=self.judgement.bench.threads if on_cpu else 0,
+            binding=self.judgement.bench.binding.name if on_cpu else "",
             gpu=seen.readings,
             starts=tuple(outcome.samples.starts),
             calls_per_sample=outcome.samples.calls_per_sample,

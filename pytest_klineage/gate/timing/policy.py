@@ -67,9 +67,9 @@ class Samples(msgspec.Struct, kw_only=True):
 
 
 class Sampler(Protocol):
-    """Runs every role in `order`, `reps` times over, and returns the samples."""
+    """Runs every role in `order`, `reps` times over, and returns the samples; without `flush` from warm caches."""
 
-    def __call__(self, order: tuple[str, ...], reps: int) -> Samples: ...
+    def __call__(self, order: tuple[str, ...], reps: int, flush: bool = True) -> Samples: ...
 
 
 class Renewal(Protocol):
@@ -136,7 +136,7 @@ class Paired(Policy):
         out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
     ) -> Outcome:  # fmt: skip
         order = random.SystemRandom()
-        sample(SIDES, PAIRED_WARMUP)
+        sample(SIDES, PAIRED_WARMUP, flush=False)
         samples, interval, look, stopped = Samples(), None, max(MIN_PAIRS, statistics.FIRST_LOOK), "time limit"
         while len(samples.candidate) < MAX_PAIRS:
             pair = list(SIDES)
@@ -158,7 +158,7 @@ class Paired(Policy):
                 break
             if renewal is not None and renewal.renew(samples):
                 samples.starts.append(pairs)
-                sample(SIDES, renewal.warmup)
+                sample(SIDES, renewal.warmup, flush=False)
         else:
             stopped = "pair limit"
         return Outcome(

@@ -10,6 +10,7 @@ from enum import StrEnum
 from statistics import NormalDist
 
 from pytest_klineage.records import Interval, speedup
+from pytest_klineage.records.verdict import WIDEST
 
 FIRST_LOOK = 10
 """Pairs before the stopping rule looks for the first time."""
@@ -166,8 +167,9 @@ def standing(interval: Interval, *, at_least: float, margin: float) -> Standing:
     """Classify a speedup against `at_least`, with a relative margin below it.
 
     slower: the whole interval lies below at_least * (1 - margin). inconclusive: it reaches from below that line to
-    above it. Otherwise the requirement is met: faster when the interval lies above 1, same when it contains 1 or the
-    requirement is 1, meets when the kernel is slower than the reference but not than asked.
+    above it. Otherwise the requirement is met: faster when the interval lies above 1; same when it contains 1, or the
+    requirement is 1, and neither begins further below 1 than the margin nor spans more than a factor of WIDEST; else
+    meets, which says no more than what was asked.
     """
     line = at_least * (1 - margin)
     if interval.high < line:
@@ -176,4 +178,5 @@ def standing(interval: Interval, *, at_least: float, margin: float) -> Standing:
         return Standing.INCONCLUSIVE
     if interval.low > 1:
         return Standing.FASTER
-    return Standing.SAME if interval.high >= 1 or at_least >= 1 else Standing.MEETS
+    close = interval.low >= 1 - margin and interval.high <= WIDEST * interval.low
+    return Standing.SAME if close and (interval.high >= 1 or at_least >= 1) else Standing.MEETS

@@ -14,7 +14,8 @@ from pytest_klineage.lab.induction.verdicts import Judge
 from pytest_klineage.lab.induction.walk import LEAST, inverse
 from pytest_klineage.lab.library.lineages import RIGHT, StoredLineage
 from pytest_klineage.lab.library.rendering import speedup_text
-from pytest_klineage.records import Code, Interval, Status, Transition, Verdict
+from pytest_klineage.records import Interval, Status, Transition, Verdict
+from pytest_klineage.records.verdict import DISTURBED
 
 NEAR = 0.03
 """Effects within 3 % of none count as none: two starts of one program differ by a percent or two."""
@@ -90,8 +91,8 @@ def _rechecked(stored: StoredLineage, index: int, judge: Judge) -> Rechecked:
         problem = f"the state is no longer right here: {verdict.code.value}: {verdict.reasons[0].message}"
     elif step is not None and step.effect is not None and measured is not None:
         problem, note = _compared(step, step.effect, measured)
-        if verdict.code is Code.INCONCLUSIVE_BUSY:
-            problem, note = "", f"{note or problem}; others used the machine meanwhile, which decides nothing"
+        if verdict.code in DISTURBED:
+            problem, note = "", f"{note or problem}; {verdict.code.value}, which decides nothing"
     return Rechecked(
         state=lineage.states[index].name, verdict=verdict, recorded=step.effect if step is not None else None,
         measured=measured, problem=problem, note=note,

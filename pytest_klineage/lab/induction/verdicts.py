@@ -20,7 +20,6 @@ from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import same_class
 from pytest_klineage.records import (
     Asked,
-    Code,
     Event,
     Judged,
     KernelCase,
@@ -31,6 +30,7 @@ from pytest_klineage.records import (
     to_plain,
 )
 from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.verdict import DISTURBED
 
 VERDICTS_FILE = "verdicts.jsonl"
 WIDE = 0.1
@@ -157,11 +157,11 @@ def judged_in_peace(judge: Judge, case: KernelCase, source: KernelSource, agains
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.
     if not verdicts[-1].scored:
         return verdicts[-1]
-    return min(verdicts, key=lambda verdict: (verdict.code is Code.INCONCLUSIVE_BUSY, _blur(verdict)))
+    return min(verdicts, key=lambda verdict: (verdict.code in DISTURBED, _blur(verdict)))
 
 
 def _blurred(verdict: Verdict) -> bool:
-    return verdict.scored and (verdict.code is Code.INCONCLUSIVE_BUSY or _blur(verdict) > WIDE)
+    return verdict.scored and (verdict.code in DISTURBED or _blur(verdict) > WIDE)
 
 
 def _blur(verdict: Verdict) -> float:

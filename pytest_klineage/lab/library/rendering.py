@@ -138,9 +138,11 @@ def _effect(effect: Effect) -> str:
 
 
 def _risk(risk: Risk) -> str:
+    """A risk with its standing: the record in which the gate saw it, or that it is only expected."""
     seen = [f"`{risk.code.value}`"] if risk.code is not None else []
     seen += [f"transition `{risk.evidence}`"] if risk.evidence else []
-    return f"{risk.text} (seen: {', '.join(seen)})" if seen else risk.text
+    standing = f"seen by the gate: {', '.join(seen)}" if seen else "expected, not seen by the gate"
+    return f"{risk.text} ({standing})"
 
 
 def _scope(scope: CardScope) -> str:

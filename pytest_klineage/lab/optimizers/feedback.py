@@ -48,6 +48,10 @@ BY_CODE = {
     Code.LOG_FLOOD: "Print nothing.",
     Code.OUT_OF_MEMORY: "Use less scratch memory.",
     Code.TIMEOUT_BUILD: "Simplify the source: the compiler did not end in time.",
+    Code.INCONCLUSIVE_UNSTABLE: (
+        "It is right, but its times, or the reference's, are two populations. If the kernel starts threads itself, bind"
+        " them to processors; go on from here."
+    ),
     Code.INCONCLUSIVE_INTERVAL: "It is right, and about as fast as required. Make it faster, from here.",
 }
 """More precise than the status, where there is more to say."""

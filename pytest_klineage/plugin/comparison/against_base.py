@@ -12,7 +12,7 @@ from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
 from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
 from pytest_klineage.records import KernelCase, KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, Outcome, placed
-from pytest_klineage.report.compare import compare_base, confirmed
+from pytest_klineage.report.compare import compare_base, confirmed, precision_for
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
@@ -56,9 +56,10 @@ class AgainstBase:
         # What the case demands is asked of the head alone; here only the ratio counts.
         equal = msgspec.structs.replace(case, at_least=1.0)
         title = f"{case.id} {source.label} against the base".rstrip()
+        ask, precision = self._session.judge, precision_for(self._margin)
 
         def judge() -> tuple[Verdict, Comparison]:
-            paired = self._session.judge(equal, source, reference_source=older, platforms=platforms, title=title)
+            paired = ask(equal, source, reference_source=older, platforms=platforms, title=title, precision=precision)
             return paired, compare_base(item.nodeid, verdict, paired, margin=self._margin)
 
         _, first = judge()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -40,8 +41,8 @@ class Mapping:
 class CallLoop:
     """Serves Map and Run requests of the oracle."""
 
-    def __init__(self, channel: Channel, kernel: Loaded) -> None:
-        self.channel, self.kernel = channel, kernel
+    def __init__(self, channel: Channel, kernel: Loaded, after_first: Callable[[], None] | None = None) -> None:
+        self.channel, self.kernel, self._after_first = channel, kernel, after_first
         self.arenas: list[Any] = []
         """Mappings; a GPU's loop has its own kind."""
         self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
@@ -97,6 +98,9 @@ class CallLoop:
         self.last = result
         self.results.append(result)
         self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], result)
+        if self._after_first is not None:
+            self._after_first()
+            self._after_first = None
 
     def finish(self, nonce: int, memory: MappedMemory, slot: Slot, result: Any) -> None:
         """Copy returned tensors into the arena, strictly, and report where they lay."""

@@ -37,7 +37,12 @@ def get_init_inputs():
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     settings = GateSettings(
-        time_limit_s=0.3, precision=0.5, seeds=1, busy_limit=1.0, cache_dir=tmp_path_factory.mktemp("cache")
+        time_limit_s=0.3,
+        precision=0.5,
+        seeds=1,
+        busy_limit=1.0,
+        spread_limit=1e6,
+        cache_dir=tmp_path_factory.mktemp("cache"),
     )
     with Gate("cpu", settings) as opened:
         yield opened

@@ -41,7 +41,9 @@ extern "C" int run(const klineage_call *call) {
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     """A gate that stops timing as soon as it may."""
     cache = tmp_path_factory.mktemp("cache")
-    with Gate("cpu", GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, seeds=2, cache_dir=cache)) as gate:
+    with Gate(
+        "cpu", GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=2, cache_dir=cache)
+    ) as gate:
         yield gate
 
 

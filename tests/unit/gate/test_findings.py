@@ -27,7 +27,7 @@ from pytest_klineage.gate.findings import (
     library_reason,
     timing_reason,
 )
-from pytest_klineage.gate.host.cpu import PEAK_BYTES_PER_CORE, PEAK_FLOPS_PER_CORE
+from pytest_klineage.gate.host.cpu import PEAK_BYTES_PER_CORE, peak_flops_per_core
 from pytest_klineage.gate.timing.policy import Outcome, Samples
 from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.records import Code, Interval, KernelCase
@@ -197,8 +197,11 @@ def opened(flops: float, min_bytes: float) -> Opened:
     return Opened(checks=(), findings=(), flops=flops, min_bytes=min_bytes, seconds=0.0, settings={})
 
 
+FLOPS_PER_CORE = peak_flops_per_core((), "fp32")
+
+
 def peaks(cores: int) -> Peaks:
-    return Peaks(flops=PEAK_FLOPS_PER_CORE * cores, bytes=PEAK_BYTES_PER_CORE * cores)
+    return Peaks(flops=FLOPS_PER_CORE * cores, bytes=PEAK_BYTES_PER_CORE * cores)
 
 
 class TestFloor:
@@ -206,7 +209,7 @@ class TestFloor:
         assert floor_reason(opened(1e9, 1e6), 10.0, peaks(2)) is None
 
     def test_more_arithmetic_than_the_cores_can_do_is_too_fast(self) -> None:
-        flops = PEAK_FLOPS_PER_CORE * 2 * 1e-3
+        flops = FLOPS_PER_CORE * 2 * 1e-3
         assert floor_reason(opened(flops, 0.0), 1.001, peaks(2)) is None
         reason = floor_reason(opened(flops, 0.0), 0.999, peaks(2))
         assert reason is not None
@@ -216,6 +219,11 @@ class TestFloor:
         reason = floor_reason(opened(0.0, 1e12), 1.0, peaks(4))
         assert reason is not None
         assert reason.evidence["floor_bytes_ms"] > reason.evidence["floor_flops_ms"]
+
+    def test_nobody_who_keeps_up_with_a_trusted_reference_is_too_fast(self) -> None:
+        flops = FLOPS_PER_CORE * 2 * 1e-3
+        assert floor_reason(opened(flops, 0.0), 0.5, peaks(2), trusted_ms=0.75) is None
+        assert floor_reason(opened(flops, 0.0), 0.5, peaks(2), trusted_ms=0.76) is not None
 
     @given(st.floats(0, 1e15), st.floats(0, 1e12), st.floats(1e-6, 1e6), st.integers(1, 128))
     def test_more_cores_never_raise_the_floor(self, flops: float, size: float, time_ms: float, cores: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pytest_klineage import surfaces
 from pytest_klineage.errors import HarnessError, UnknownName, UsageError, WorkerDied
 from pytest_klineage.gate import DEFENCES, Gate, Progress
-from pytest_klineage.gate.host.cpu import last_level_cache_bytes
+from pytest_klineage.gate.host.cpu import cache_sizes, flush_size
 from pytest_klineage.gate.timing.policy import LEAST_PAIRS
 from pytest_klineage.records import Code, KernelCase, KernelSource, LibraryPolicy, Status, Surface, Verdict
 from pytest_klineage.surfaces.cpp import CppBackend
@@ -64,7 +64,7 @@ class TestAccepted:
         assert min(*timing.reference_samples_ms, *timing.candidate_samples_ms) > 0
         assert timing.policy == "paired"
         assert timing.stopped in ("precise", "time limit")
-        assert timing.flush_bytes >= 2 * last_level_cache_bytes()
+        assert timing.flush_bytes == flush_size(3 * 64 * 64 * 4, cache_sizes())
         assert timing.speedup.low <= timing.speedup.estimate <= timing.speedup.high
 
     def test_machine_versions_and_reference_are_named(self, right: Verdict) -> None:
@@ -122,6 +122,15 @@ class TestAccepted:
         assert verdict.code is Code.SLOWER_THAN_REQUIRED
         assert not verdict.ok
         assert verdict.scored
+
+    def test_a_caller_may_ask_for_a_sharper_interval_and_not_for_a_wider_one(
+        self, gate: Gate, case: Case, cpp: Cpp, change: Change
+    ) -> None:
+        for allowed, asked in ((0.3, 1e-5), (1e-5, 0.3)):
+            change(precision=allowed)
+            timing = gate.judge(case(), cpp(), precision=asked).timing
+            assert timing is not None
+            assert timing.stopped == "time limit"
 
     def test_a_further_policy_is_reported_beside_the_deciding_one(self, change: Change, judge: Judge, cpp: Cpp) -> None:
         change(also_policies=("paper",))

@@ -58,7 +58,12 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     (folder / "sitecustomize.py").write_text(STAND_IN)
     paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     settings = GateSettings(
-        time_limit_s=0.3, precision=0.3, busy_limit=1.0, seeds=2, cache_dir=tmp_path_factory.mktemp("cache")
+        time_limit_s=0.3,
+        precision=0.3,
+        busy_limit=1.0,
+        spread_limit=1e6,
+        seeds=2,
+        cache_dir=tmp_path_factory.mktemp("cache"),
     )
     with pytest.MonkeyPatch.context() as patch, Gate("cpu", settings) as gate:
         patch.setenv("PYTHONPATH", paths)

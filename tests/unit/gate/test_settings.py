@@ -15,6 +15,7 @@ from pytest_klineage.gate.settings import default_cache_dir
 RANGES = {
     "margin": (0.0, 0.99),
     "busy_limit": (0.0, 1.0),
+    "spread_limit": (1.01, 1e9),
     "precision": (1e-5, 1.0),
     "confidence": (0.5, 0.9999),
     "time_limit_s": (0.05, 86400.0),
@@ -42,7 +43,8 @@ def test_every_number_has_a_range() -> None:
     numbers = {
         name for name in GateSettings.__struct_fields__ if type(getattr(defaults, name)) in (int, float)
     }  # fmt: skip
-    assert numbers == set(RANGES)
+    assert numbers | {"flush_bytes"} == set(RANGES)
+    assert defaults.flush_bytes is None
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())

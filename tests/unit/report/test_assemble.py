@@ -38,7 +38,7 @@ def texts(found: Table) -> list[list[str]]:
 def test_every_section_is_there_and_nothing_is_missing(report: Report) -> None:
     keys = [section.key for section in report.sections]
     assert keys == ["speedups", "latencies", "cost", "steps", "lineages", "cards", "recovery", "generated-only",
-                    "held-out", "setup"]  # fmt: skip
+                    "held-out", "verdicts", "setup"]  # fmt: skip
     assert report.absent == ()
     assert report.problems == ()
 
@@ -181,13 +181,42 @@ def test_the_papers_values_come_only_when_asked_for_and_name_their_device(report
     assert table(asked, "The paper's Figure 3").rows[0][2].text == "0.99x"
 
 
-def test_what_is_absent_is_named_with_its_command(tmp_path: Path) -> None:
-    write_run(tmp_path, [verdict_of("gemm", 2.0)])
+def test_absent_paper_tables_have_their_command(tmp_path: Path) -> None:
+    write_run(tmp_path, [verdict_of("gemm", 2.0)], nodeid="suites/main_tier/test_main_tier.py::test_main_tier[{}]")
     report = assemble(collect([tmp_path]))
     assert {one.what for one in report.absent} == {what for key, (what, _) in COMMANDS.items() if key != "speedups"}
     assert all(one.command.startswith("pytest") for one in report.absent)
-    nothing = assemble(collect([write_run(tmp_path / "empty", [])]))
-    assert len(nothing.absent) == len(COMMANDS)
+
+
+def test_a_users_run_is_not_held_to_the_paper(tmp_path: Path) -> None:
+    write_run(tmp_path, [verdict_of("gemm", 2.0)], nodeid="tests/test_mine.py::test_{}")
+    assert assemble(collect([tmp_path])).absent == ()
+
+
+def test_every_record_of_a_run_has_a_row(tmp_path: Path) -> None:
+    codes = (Code.MISMATCH, Code.SKIPPED_PLATFORM, Code.COMPILE)
+    rejected = [verdict_of("gemm", None, code=code, label=f"kernel {code.value}") for code in codes]
+    write_run(tmp_path, [verdict_of("gemm", 2.0, label="mine"), *rejected])
+    rows = texts(table(assemble(collect([tmp_path])), "Verdicts of sample"))
+    assert [row[1] for row in rows] == ["mine", *(f"kernel {code.value}" for code in codes)]
+    assert [row[2] for row in rows[1:]] == [code.status.value for code in codes]
+    assert [row[3] for row in rows[1:]] == [code.value for code in codes]
+    assert rows[0][4:6] == ["2.00x", "1.92 to 2.10"]
+    assert all(row[4:8] == ["-"] * 4 for row in rows[1:])
+
+
+def test_kernels_of_one_case_are_counted_one_by_one(tmp_path: Path) -> None:
+    broken = verdict_of("gemm", None, code=Code.MISMATCH, label="broken")
+    write_run(tmp_path, [verdict_of("gemm", 2.0, label="mine"), broken])
+    report = assemble(collect([tmp_path]))
+    assert texts(table(report, "Means"))[0][-3:] == ["-", "1/2", "1/2"]
+    assert [(row[1], row[-1]) for row in texts(table(report, "Speedups"))] == [
+        ("mine", "accepted.faster"), ("broken", Code.MISMATCH.value),
+    ]  # fmt: skip
+    assert {one.kernel for one in attempts(collect([tmp_path]).runs, ())} == {"mine", "broken"}
+    assert figure(report, "speedups").categories == (
+        "gemm-1024x1024x1024-fp32 mine", "gemm-1024x1024x1024-fp32 broken",
+    )  # fmt: skip
 
 
 def test_columns_that_say_nothing_are_in_the_title(report: Report) -> None:
@@ -236,7 +265,7 @@ def test_what_was_timed_beside_another_kernel_is_no_speedup_over_the_reference(t
 
 def test_mere_builds_are_no_attempts(tmp_path: Path) -> None:
     write_run(tmp_path, [verdict_of("gemm", None, code=Code.ACCEPTED_BUILT)])
-    assert [section.key for section in assemble(collect([tmp_path])).sections] == []
+    assert [section.key for section in assemble(collect([tmp_path])).sections] == ["verdicts"]
 
 
 def test_how_a_lineage_or_a_card_came_about_is_no_optimization(everything: Path, tmp_path: Path) -> None:

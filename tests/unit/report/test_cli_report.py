@@ -37,7 +37,7 @@ def test_one_damaged_run_alone_says_what_is_missing(tmp_path: Path, capsys: pyte
 def test_everything_on_the_terminal_has_the_headlines(everything: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(everything)]) == 0
     text = capsys.readouterr().out
-    assert "klineage: 3.48x (2/2 cases, 2/2 at or above 1x; cpp on Test CPU @ 3 GHz)" in text
+    assert "klineage: 3.48x (2/2 scored, 2/2 at or above 1x; cpp on Test CPU @ 3 GHz)" in text
     assert "validated steps: 3 (in 1 lineage)" in text
 
 

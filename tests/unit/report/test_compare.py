@@ -294,6 +294,21 @@ def test_another_device_and_another_policy_are_refused(make_verdict: Make) -> No
     assert "--klineage-policy=paired" in found.advice
 
 
+def test_another_flush_and_another_binding_are_refused(make_verdict: Make) -> None:
+    then = make_verdict()
+    assert then.timing is not None
+    for fields, says in (
+        ({"flush_bytes": 64 << 20}, "flush 32 MiB then, 64 MiB now"),
+        ({"binding": "by core"}, "binding not recorded then, by core now"),
+        ({"threads": 8}, "threads not recorded then, 8 now"),
+    ):
+        now = msgspec.structs.replace(then, timing=msgspec.structs.replace(then.timing, **fields))
+        found = compare(pin_of(then), now, against="main", margin=0.03)
+        assert (found.outcome, found.outcome.bad) == (Outcome.OTHER_SETUP, True)
+        assert says in found.message
+        assert "--klineage-save=main" in found.advice
+
+
 def test_a_kernel_without_a_pin_is_new_and_fails_nothing(make_verdict: Make) -> None:
     baseline = baseline_of(make_verdict())
     same = compare_with(baseline, "test_a.py::test_a", make_verdict(), margin=0.03)

@@ -43,6 +43,13 @@ def test_the_page_is_quiet_offline_and_fits(page: Page, width: int, dark: bool) 
     assert background == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
 
 
+def test_no_column_is_cut_on_a_laptops_screen(page: Page) -> None:
+    page.open(page.path, width=1200, dark=False)  # type: ignore[attr-defined]  # set by the fixture above
+    cut = """[...document.querySelectorAll('section > .scroll')].filter((one) => one.scrollWidth > one.clientWidth)
+        .map((one) => one.getAttribute('aria-label'))"""
+    assert page.run(cut) == []
+
+
 def test_nothing_recorded_becomes_markup(fresh: Page) -> None:
     assert fresh.run("document.title") == "Kernels under the gate"
     assert fresh.run("document.images.length + document.querySelectorAll('[onerror]').length") == 0

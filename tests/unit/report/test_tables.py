@@ -137,7 +137,7 @@ def test_a_speedup_that_says_little_is_marked_and_named(make_verdict: MakeVerdic
     mean, *rest = summary_lines(verdicts)
     assert mean == "geomean 2.00x over 4 of 5 scored"
     assert " ".join(" ".join(rest).split()) == (
-        "~ 2 of 4 inconclusive (busy machine, or high/low above 2): "
+        "~ 2 of 4 speedups uncertain (busy machine, unstable times, or high/low above 2): "
         "fmha-64x64x64-fp32 expert, topk-64x64x64-fp32 expert"
     )
     assert len([line for line in markdown_report(run_of(*verdicts)).splitlines() if line.startswith("**")]) == 2

@@ -161,3 +161,67 @@ def test_a_process_that_is_gone_has_used_nothing() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert cpu.family_ticks(child.pid) == 0
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("operands", "l2", "last", "flush"),
+    [
+        (1 * MIB, 1 * MIB, 16 * MIB, 32 * MIB),
+        (1 * MIB, 2 * MIB, 480 * MIB, 64 * MIB),
+        (100 * MIB, 2 * MIB, 480 * MIB, 208 * MIB),
+        (600 * MIB, 2 * MIB, 480 * MIB, 960 * MIB),
+    ],
+    ids=["small-cache", "a-whole-hosts-cache", "large-operands", "larger-than-the-cache"],
+)
+def test_what_is_flushed_is_what_a_case_can_have_in_the_caches(operands: int, l2: int, last: int, flush: int) -> None:
+    assert cpu.flush_size(operands, {1: 32 << 10, 2: l2, 3: last}) == flush
+
+
+def test_sizes_of_caches_are_read_by_level(tmp_path: Path) -> None:
+    for index, (level, size) in enumerate([(1, "48K"), (1, "32K"), (2, "2048K"), (3, "480M")]):
+        folder = tmp_path / f"index{index}"
+        folder.mkdir()
+        (folder / "level").write_text(f"{level}\n")
+        (folder / "size").write_text(f"{size}\n")
+    assert cpu.cache_sizes(tmp_path) == {1: 48 << 10, 2: 2 * MIB, 3: 480 * MIB}
+    assert cpu.cache_sizes(tmp_path / "none") == {}
+    assert cpu.flush_size(1, {}) == 2 * cpu.DEFAULT_CACHE_BYTES
+
+
+SAPPHIRE_RAPIDS = """processor\t: 0
+vendor_id\t: GenuineIntel
+model name\t: Intel(R) Xeon(R) Platinum 8481C CPU @ 2.70GHz
+flags\t\t: fpu vme de pse tsc msr pae mce cx8 apic sep mtrr pge mca cmov pat pse36 clflush mmx fxsr sse sse2 ss ht \
+syscall nx pdpe1gb rdtscp lm constant_tsc rep_good nopl xtopology nonstop_tsc cpuid tsc_known_freq pni pclmulqdq ssse3 \
+fma cx16 pcid sse4_1 sse4_2 x2apic movbe popcnt aes xsave avx f16c rdrand hypervisor lahf_lm abm 3dnowprefetch \
+invpcid_single ssbd ibrs ibpb stibp ibrs_enhanced fsgsbase tsc_adjust bmi1 hle avx2 smep bmi2 erms invpcid rtm avx512f \
+avx512dq rdseed adx smap avx512ifma clflushopt clwb avx512cd sha_ni avx512bw avx512vl xsaveopt xsavec xgetbv1 xsaves \
+avx_vnni avx512_bf16 arat avx512vbmi umip avx512_vbmi2 gfni vaes vpclmulqdq avx512_vnni avx512_bitalg \
+avx512_vpopcntdq rdpid cldemote movdiri movdir64b fsrm md_clear serialize tsxldtrk amx_bf16 avx512_fp16 amx_tile \
+amx_int8 arch_capabilities
+
+processor\t: 1
+flags\t\t: fpu
+"""
+
+
+def test_a_cpu_with_amx_has_the_peak_of_its_tiles() -> None:
+    flags = cpu.cpu_flags(SAPPHIRE_RAPIDS)
+    assert {"amx_tile", "amx_bf16", "amx_int8", "avx512_bf16"} <= flags
+    assert cpu.peak_flops_per_core(flags, "bf16") == 1024 * cpu.PEAK_HZ
+    assert cpu.peak_flops_per_core(flags, "fp32") == 1024 * cpu.PEAK_HZ, "three products of bf16 make one"
+    assert cpu.peak_flops_per_core(flags, "int32") == 2048 * cpu.PEAK_HZ
+
+
+def test_a_cpu_without_amx_has_that_of_its_vectors() -> None:
+    flags = cpu.cpu_flags(SAPPHIRE_RAPIDS) - {"amx_tile", "amx_bf16", "amx_int8"}
+    assert cpu.peak_flops_per_core(flags, "bf16") == 128 * cpu.PEAK_HZ
+    assert cpu.peak_flops_per_core(flags - {"avx512_bf16", "avx512_fp16"}, "bf16") == 64 * cpu.PEAK_HZ
+    assert cpu.peak_flops_per_core(cpu.cpu_flags("no such line"), "fp32") == 64 * cpu.PEAK_HZ
+
+
+def test_the_flags_of_this_machine_are_read() -> None:
+    assert cpu.flags_here() == cpu.cpu_flags(Path("/proc/cpuinfo").read_text())

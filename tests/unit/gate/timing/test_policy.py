@@ -29,8 +29,11 @@ class ScriptedSampler:
         self.cost = cost
         self.requests: list[tuple[tuple[str, ...], int]] = []
         self.calls: list[str] = []
+        self.unflushed = 0
+        """Requests whose calls may start from warm caches."""
 
-    def __call__(self, order: tuple[str, ...], reps: int) -> Samples:
+    def __call__(self, order: tuple[str, ...], reps: int, flush: bool = True) -> Samples:
+        self.unflushed += not flush
         self.requests.append((order, reps))
         samples = Samples()
         for role in order * reps:
@@ -107,6 +110,12 @@ def test_paired_cancels_a_linear_drift_where_sequential_does_not() -> None:
     assert paired.interval.low <= 1.0 <= paired.interval.high
     assert paper.interval.estimate < 0.95
     assert paper.interval.high < 1.0
+
+
+def test_only_calls_that_warm_up_start_from_warm_caches() -> None:
+    _, paired, _ = measure("paired", noisy(2, 1, 0.05))
+    _, paper, _ = measure("paper", noisy(2, 1, 0.05))
+    assert (paired.unflushed, paper.unflushed) == (1, 0)
 
 
 def test_paired_calls_are_palindromes_of_one_pair() -> None:
@@ -251,7 +260,7 @@ def test_statistics_see_corrected_samples_and_the_record_keeps_the_raw_ones(poli
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_failing_sampler_ends_the_measurement(policy: str) -> None:
-    def fail(order: Sequence[str], reps: int) -> Samples:
+    def fail(order: Sequence[str], reps: int, flush: bool = True) -> Samples:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):

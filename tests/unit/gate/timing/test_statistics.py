@@ -336,8 +336,9 @@ def test_every_interval_has_the_one_class_that_the_rules_give_it(
     assert (place is Standing.SLOWER) == (high < line)
     assert (place is Standing.INCONCLUSIVE) == (low < line <= high)
     assert (place is Standing.FASTER) == (met and low > 1)
-    assert (place is Standing.SAME) == (met and low <= 1 and (high >= 1 or at_least >= 1))
-    assert (place is Standing.MEETS) == (met and high < 1 and at_least < 1)
+    same = met and 1 - margin <= low <= 1 and high <= 2 * low and (high >= 1 or at_least >= 1)
+    assert (place is Standing.SAME) == same
+    assert (place is Standing.MEETS) == (met and low <= 1 and not same)
 
 
 @given(
@@ -362,6 +363,8 @@ def test_asking_for_more_never_turns_a_failure_into_a_success(ends: list[float],
         (0.90, 1.02, 1.0, Standing.INCONCLUSIVE),
         (0.80, 0.90, 1.0, Standing.SLOWER),
         (0.55, 0.60, 0.5, Standing.MEETS),
+        (0.80, 1.20, 0.5, Standing.MEETS),
+        (0.97, 2.50, 1.0, Standing.MEETS),
         (1.2, 1.3, 2.0, Standing.SLOWER),
     ],
 )

@@ -73,9 +73,16 @@ def test_a_whole_walk_is_a_lineage_from_naive_to_expert(walk: Any, good: list[st
     assert first.rederived is not None
     assert last.rederived is None
     assert first.forward_verdict.status is Status.ACCEPTED
-    assert first.effect == inverse(lineage.states[0].verdict.timing.speedup)
+    slowed = lineage.states[0].verdict.timing.speedup
+    assert first.effect.estimate == pytest.approx(1 / slowed.estimate)
+    assert (first.effect.low, first.effect.high) == pytest.approx((1 / slowed.high, 1 / slowed.low))
+    assert first.effect.low <= first.effect.estimate <= first.effect.high
     assert (stored.directory / TRAJECTORY_FILE).is_file()
     assert (stored.directory / VERDICTS_FILE).is_file()
+
+
+def test_an_inverse_swaps_the_ends() -> None:
+    assert inverse(Interval(0.5, 0.4, 0.8, 0.99)) == Interval(2.0, 1.25, 2.5, 0.99)
 
 
 def test_whoever_re_derives_never_sees_the_faster_kernel(walk: Any, good: list[str]) -> None:

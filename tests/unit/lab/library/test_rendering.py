@@ -22,7 +22,7 @@ from pytest_klineage.lab.library.rendering import (
     skill_markdown,
     speedup_text,
 )
-from pytest_klineage.records import CardScope, Carrier, CarrierKind, Interval, SkillCard, from_json, to_json
+from pytest_klineage.records import CardScope, Carrier, CarrierKind, Code, Interval, Risk, SkillCard, from_json, to_json
 
 MakeCard = Callable[..., SkillCard]
 FIELDS = (
@@ -124,3 +124,10 @@ def test_speedups_have_their_interval(interval: Interval | None, text: str) -> N
 
 def test_a_place_is_a_few_words(make_card: MakeCard) -> None:
     assert place(make_card().origins[0]) == "gemm-64x64x64-fp32 (cpu cpp) after tile_stage"
+
+
+def test_a_risk_says_whether_the_gate_saw_it(make_card: MakeCard) -> None:
+    seen = Risk(text="Wrong where N is odd.", code=Code.MISMATCH, evidence="ab" * 32)
+    text = prompt_text(make_card(risks=(seen, Risk(text="Slow where K is small."))))
+    assert f"- Wrong where N is odd. (seen by the gate: `wrong_value.mismatch`, transition `{'ab' * 32}`)\n" in text
+    assert "- Slow where K is small. (expected, not seen by the gate)\n" in text

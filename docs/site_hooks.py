@@ -1,0 +1,36 @@
+"""The results page of the site: the HTML report of the published records, made while the site is built."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mkdocs.structure.files import File, Files
+
+from pytest_klineage import __version__
+from pytest_klineage.report.assemble import assemble
+from pytest_klineage.report.collect import collect
+from pytest_klineage.report.html import html_report
+
+if TYPE_CHECKING:
+    from mkdocs.config.defaults import MkDocsConfig
+
+ROOT = Path(__file__).parents[1]
+PUBLISHED = ("results", "experts", "skills")
+"""Folders with the records that the report is about."""
+
+EXECUTED = re.compile(r"^```console run exit=\d+$", re.M)
+"""How the pages mark commands that tests run; Markdown knows no such option of a block."""
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Show executed examples as plain console blocks."""
+    return EXECUTED.sub("```console", markdown)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add report.html to the site."""
+    report = assemble(collect([ROOT / name for name in PUBLISHED]), beside_paper=True)
+    files.append(File.generated(config, "report.html", content=html_report(report, __version__)))
+    return files

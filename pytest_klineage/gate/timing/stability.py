@@ -1,0 +1,102 @@
+"""Whether the times of a side are one population, and what is sure where they are not. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from pytest_klineage.gate.timing.policy import Samples
+from pytest_klineage.gate.timing.statistics import median, quantile
+from pytest_klineage.records import Code, Reason
+
+GROUPS_APART = 1.5
+"""Factor between the medians of two groups above which they are told apart in words."""
+SMALLEST_GROUP = 0.1
+"""Share of the samples that a group has at least."""
+HOPELESS = 0.5
+"""Share of the required speedup below which a kernel fails whatever disturbed its timing."""
+SIDES = ("reference", "candidate")
+
+
+class Groups(msgspec.Struct, frozen=True):
+    """Two populations of times."""
+
+    low_ms: float
+    high_ms: float
+    low_count: int
+    high_count: int
+
+
+def quartiles(samples_ms: Sequence[float]) -> tuple[float, float]:
+    """Lower and upper quartile. Raises ValueError when empty."""
+    ordered = sorted(samples_ms)
+    return quantile(ordered, 0.25), quantile(ordered, 0.75)
+
+
+def is_unstable(samples_ms: Sequence[float], limit: float) -> bool:
+    """Whether the quartiles differ by more than a factor: the median says which population had a few samples more."""
+    low, high = quartiles(samples_ms)
+    return high > limit * low
+
+
+def two_groups(samples_ms: Sequence[float]) -> Groups | None:
+    """The split of the sorted times whose groups scatter least, as logarithms; None where they are not apart."""
+    ordered = sorted(samples_ms)
+    logs = [math.log(value) for value in ordered]
+    least = max(1, math.ceil(SMALLEST_GROUP * len(logs)))
+    splits = range(least, len(logs) - least + 1)
+    if not splits:
+        return None
+    sums = [0.0]
+    for value in logs:
+        sums.append(sums[-1] + value)
+    total, count = sums[-1], len(logs)
+    # The squares within both groups are least where those between them are most.
+    at = max(splits, key=lambda n: sums[n] ** 2 / n + (total - sums[n]) ** 2 / (count - n))
+    low, high = median(ordered[:at]), median(ordered[at:])
+    return Groups(low, high, at, count - at) if high > GROUPS_APART * low else None
+
+
+def at_best(samples: Samples) -> float:
+    """The speedup of the candidate's fast quarter over the reference's slow quarter."""
+    return quartiles(samples.reference)[1] / quartiles(samples.candidate)[0]
+
+
+def clearly_fails(high: float, best: float, at_least: float) -> bool:
+    """Whether an interval that ends at `high` lies wholly below half of what is asked, and the `best` case as well."""
+    return max(high, best) < HOPELESS * at_least
+
+
+def steady_reason(timed: Reason, samples: Samples, *, at_least: float, limit: float) -> Reason:
+    """The reason of a timing, made inconclusive where its times do not allow a hard verdict.
+
+    That is where a side's quartiles differ by more than a factor of `limit`; and for `slower`, where the interval's
+    ends do. A kernel that clearly fails is slower all the same.
+    """
+    unstable = [side for side in SIDES if is_unstable(getattr(samples, side), limit)]
+    low, high = (float(timed.evidence[end]) for end in ("low", "high"))
+    too_wide = timed.code is Code.SLOWER_THAN_REQUIRED and high > limit * low
+    if not (unstable or too_wide):
+        return timed
+    if timed.code is Code.SLOWER_THAN_REQUIRED and clearly_fails(high, at_best(samples), at_least):
+        return timed
+    seen = [what_was_seen(side, getattr(samples, side)) for side in unstable]
+    seen += [] if unstable else [f"the interval's ends differ by a factor of {high / low:.1f}"]
+    message = f"{'; '.join(seen)}: no speed of the kernel follows from that; measured: {timed.message}"
+    return Reason(
+        code=Code.INCONCLUSIVE_UNSTABLE, message=message, evidence={**timed.evidence, "unstable": ", ".join(unstable)}
+    )
+
+
+def what_was_seen(side: str, samples_ms: Sequence[float]) -> str:
+    """The times of an unstable side in words."""
+    groups = two_groups(samples_ms)
+    if groups is None:
+        low, high = quartiles(samples_ms)
+        return f"the {side}'s times scatter, a quarter below {low:.4g} ms and a quarter above {high:.4g} ms"
+    return (
+        f"the {side}'s times are two populations, {groups.low_count} samples around {groups.low_ms:.4g} ms and "
+        f"{groups.high_count} around {groups.high_ms:.4g} ms"
+    )

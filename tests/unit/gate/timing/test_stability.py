@@ -1,0 +1,158 @@
+"""Times of two populations allow no hard verdict, unless the kernel fails whichever of them is true."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from pytest_klineage.gate.findings import busy_reason, timing_reason
+from pytest_klineage.gate.host.neighbours import busy_gpu_reason
+from pytest_klineage.gate.timing.policy import Outcome, Samples
+from pytest_klineage.gate.timing.stability import is_unstable, steady_reason, two_groups, what_was_seen
+from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Neighbours, Reason, Status, Verdict
+from pytest_klineage.records.device import GpuProcess
+
+STEADY = [1.0 + 0.01 * (n % 9) for n in range(60)]
+TORN = [0.2] * 36 + [4.1] * 24
+"""What a kernel of 0.2 ms takes when its two threads share a processor for a time slice in two calls of five."""
+
+
+def judged(
+    low: float, high: float, *, at_least: float = 1.0, reference: Sequence[float] = STEADY,
+    candidate: Sequence[float] = STEADY, stopped: str = "time limit",
+) -> Reason:  # fmt: skip
+    case = KernelCase(operator="gemm", shape={"M": 1}, dtype="fp32", reference="torch", at_least=at_least)
+    samples = Samples(reference=list(reference), candidate=list(candidate))
+    interval = Interval((low * high) ** 0.5, low, high)
+    outcome = Outcome(samples=samples, interval=interval, warmup=3, statistic="", stopped=stopped)
+    return steady_reason(timing_reason(case, outcome, margin=0.05), samples, at_least=at_least, limit=2.0)
+
+
+def test_quartiles_that_differ_by_more_than_two_are_unstable_and_others_are_not() -> None:
+    assert is_unstable(TORN, 2.0)
+    assert not is_unstable(STEADY, 2.0)
+    assert not is_unstable([1.0, 1.0, 2.0, 2.0] * 10, 2.0)
+    assert is_unstable([1.0, 1.0, 2.01, 2.01] * 10, 2.0)
+    assert not is_unstable(TORN, 30.0)
+
+
+def test_a_few_slow_calls_are_not_a_second_population() -> None:
+    assert not is_unstable([0.2] * 50 + [9.0] * 10, 2.0)
+
+
+def test_two_populations_are_told_with_their_sizes_and_medians() -> None:
+    shuffled = [value * random.Random(1).uniform(0.97, 1.03) for value in TORN]
+    groups = two_groups(shuffled)
+    assert groups is not None
+    assert (groups.low_count, groups.high_count) == (36, 24)
+    assert groups.low_ms == pytest.approx(0.2, rel=0.05)
+    assert groups.high_ms == pytest.approx(4.1, rel=0.05)
+    assert what_was_seen("candidate", TORN) == (
+        "the candidate's times are two populations, 36 samples around 0.2 ms and 24 around 4.1 ms"
+    )
+
+
+def test_one_population_has_no_groups() -> None:
+    assert two_groups(STEADY) is None
+    assert two_groups([1.0]) is None
+
+
+@pytest.mark.parametrize("side", ["reference", "candidate"])
+@pytest.mark.parametrize(("low", "high"), [(0.60, 0.70), (0.97, 1.03), (1.5, 1.6), (0.8, 1.2)])
+def test_no_hard_verdict_on_two_populations_of_either_side(side: str, low: float, high: float) -> None:
+    assert judged(low, high).code is not Code.INCONCLUSIVE_UNSTABLE
+    reason = judged(low, high, **{side: TORN})  # type: ignore[arg-type]  # a side's name
+    assert reason.code is Code.INCONCLUSIVE_UNSTABLE
+    assert f"the {side}'s times are two populations" in reason.message
+    assert reason.evidence["unstable"] == side
+    assert "measured: " in reason.message
+
+
+def test_both_sides_are_named_where_both_are_torn() -> None:
+    reason = judged(0.94, 1.37, at_least=3.0, reference=TORN, candidate=TORN)
+    assert reason.code is Code.INCONCLUSIVE_UNSTABLE
+    assert reason.evidence["unstable"] == "reference, candidate"
+
+
+def test_a_wide_interval_is_not_called_slower() -> None:
+    reason = judged(0.40, 0.85)
+    assert reason.code is Code.INCONCLUSIVE_UNSTABLE
+    assert "differ by a factor of 2.1" in reason.message
+    assert judged(0.45, 0.85).code is Code.SLOWER_THAN_REQUIRED
+
+
+def test_a_wide_interval_that_is_high_enough_is_accepted_for_no_more_than_was_asked() -> None:
+    reason = judged(0.059, 1.406, at_least=0.05)
+    assert reason.code is Code.ACCEPTED_MEETS_TARGET
+    assert reason.message.startswith("reaches the required 0.05x")
+
+
+class TestClearFailures:
+    SLOW = tuple(15 * value for value in STEADY)
+
+    def test_a_kernel_that_is_far_too_slow_fails_on_a_busy_machine(self) -> None:
+        timed = judged(0.06, 0.07, candidate=self.SLOW)
+        assert timed.code is Code.SLOWER_THAN_REQUIRED
+        assert busy_reason(timed, 0.9, 0.25) is timed
+
+    def test_and_beside_others_on_a_gpu(self) -> None:
+        timed, others = judged(0.06, 0.07, candidate=self.SLOW), Neighbours(processes=(GpuProcess(pid=1),))
+        assert busy_gpu_reason(timed, others, allow=False) is timed
+        mild = judged(0.6, 0.7, candidate=[1.5 * value for value in STEADY])
+        assert busy_gpu_reason(mild, others, allow=False).code is Code.INCONCLUSIVE_BUSY
+
+    def test_and_with_a_wide_interval(self) -> None:
+        assert judged(0.03, 0.09, candidate=self.SLOW).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_and_with_torn_times_that_are_all_too_slow(self) -> None:
+        torn = [15.0] * 30 + [40.0] * 30
+        assert judged(0.03, 0.07, candidate=torn).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_but_not_where_its_fast_quarter_would_do(self) -> None:
+        assert judged(0.06, 0.3, candidate=[0.9] * 20 + [15.0] * 40).code is Code.INCONCLUSIVE_UNSTABLE
+
+    def test_and_not_half_of_what_is_asked_and_more(self) -> None:
+        timed = judged(0.55, 0.6, candidate=[1.8 * value for value in STEADY])
+        assert busy_reason(timed, 0.9, 0.25).code is Code.INCONCLUSIVE_BUSY
+
+
+def test_a_precise_interval_at_the_line_is_told_that_time_does_not_help() -> None:
+    assert "just about at what is required" in judged(0.94, 0.96, stopped="precise").message
+    assert "--klineage-time-limit" in judged(0.8, 1.2).message
+
+
+SLEEPS = "static int number = 0; if (++number % 7 < 3) usleep(60000); else usleep(6000);"
+STEADILY = "usleep(6000);"
+LIMIT = 5.0
+"""More than what another program on the machine does to a kernel of 6 ms, less than the factor between both sleeps."""
+
+
+def test_a_kernel_of_two_speeds_is_unstable(
+    change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
+) -> None:
+    change(spread_limit=LIMIT)
+    verdict = judge(cpp(before=SLEEPS), reference_source=cpp(before=STEADILY))
+    assert verdict.code is Code.INCONCLUSIVE_UNSTABLE, verdict.reasons
+    assert "the candidate's times are two populations" in verdict.reasons[0].message
+    assert verdict.reasons[0].evidence["unstable"] == "candidate"
+    assert verdict.ok
+    assert verdict.scored
+
+
+def test_its_twin_of_one_speed_is_accepted(
+    change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
+) -> None:
+    change(spread_limit=LIMIT)
+    source = cpp(before=STEADILY)
+    verdict = judge(source, reference_source=source)
+    assert verdict.status is Status.ACCEPTED, verdict.reasons
+
+
+def test_the_limit_on_the_spread_can_be_lifted(
+    change: Callable[..., None], judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
+) -> None:
+    change(spread_limit=1e6)
+    verdict = judge(cpp(before=SLEEPS), reference_source=cpp(before=STEADILY))
+    assert verdict.status is Status.ACCEPTED, verdict.reasons
