@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from pytest_klineage.gate import Gate, GateSettings, Progress
     from pytest_klineage.operators import make_case, paper_case
+    from pytest_klineage.operators.define import OpenOperator, allclose, operator
     from pytest_klineage.plugin.judging import KernelGate
     from pytest_klineage.plugin.markers import kernel_case
     from pytest_klineage.plugin.session import KlineageSession
@@ -42,6 +43,7 @@ __all__ = [
     "KlineageSession",
     "Machine",
     "MissingDependency",
+    "OpenOperator",
     "Progress",
     "Reason",
     "Record",
@@ -54,8 +56,10 @@ __all__ = [
     "Verdict",
     "WorkerDied",
     "__version__",
+    "allclose",
     "kernel_case",
     "make_case",
+    "operator",
     "paper_case",
     "read_run",
     "read_source",
@@ -68,6 +72,7 @@ _HOMES = {
     ),
     "pytest_klineage.gate": ("Gate", "GateSettings", "Progress"),
     "pytest_klineage.operators": ("make_case", "paper_case"),
+    "pytest_klineage.operators.define": ("OpenOperator", "allclose", "operator"),
     "pytest_klineage.plugin.judging": ("KernelGate",),
     "pytest_klineage.plugin.markers": ("kernel_case",),
     "pytest_klineage.plugin.session": ("KlineageSession",),

@@ -5,6 +5,9 @@ KlineageError
 │   ├── UnknownName         an unknown platform, operator, dtype, reference, surface, policy or method
 │   └── BadRecord           a record that does not decode, or that has another schema version
 ├── MissingDependency       an optional package, compiler or device is absent; the message has the remedy
+├── Waiting                 what was asked for elsewhere has not come yet; the same command goes on later
+│   ├── WaitsForVerdict     a judgement was asked for in a folder, and no judge has answered
+│   └── WaitsForReply       a prompt lies in a folder, and nobody has written the reply
 ├── DeviceOutOfMemory       a case's inputs and answers do not fit into the GPU
 └── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
     ├── WorkerDied          a trusted worker process ended
@@ -54,6 +57,25 @@ class MissingDependency(KlineageError):
         """The same error from its message, which is what another process sends of it."""
         what, _, remedy = message.partition(cls._LINK)
         return cls(what, remedy)
+
+
+class Waiting(KlineageError):
+    """What was asked for elsewhere has not come yet. `where` says where it is expected; nothing has failed.
+
+    Loops let it through without recording an end: the same command goes on from there when the answer is there.
+    """
+
+    def __init__(self, where: str, message: str) -> None:
+        self.where = where
+        super().__init__(message)
+
+
+class WaitsForVerdict(Waiting):
+    """A request for a judgement lies in the folder `where`, and has no reply."""
+
+
+class WaitsForReply(Waiting):
+    """A prompt lies in the folder `where`, and has no reply."""
 
 
 class DeviceOutOfMemory(KlineageError):

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage import GateSettings, KlineageSession, gate
+from pytest_klineage import Gate, GateSettings, KlineageSession
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.library.retrieval import DEFAULT_K
 from pytest_klineage.records import Verdict
 
@@ -105,10 +106,10 @@ def write_line(request: pytest.FixtureRequest, klineage_session: KlineageSession
 
 
 @pytest.fixture(scope="session")
-def quick_gate(klineage_session: KlineageSession) -> Iterator[gate.Gate]:
+def quick_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGate]:
     """The gate that replays of optimizations are judged by. Its processes start when it is first asked."""
     settings = GateSettings(**(QUICK | klineage_session.settings.gate))
-    with gate.Gate(klineage_session.platform, settings, progress=klineage_session.progress) as quick:
+    with klineage_session.gate_with(settings) as quick:
         yield quick
 
 

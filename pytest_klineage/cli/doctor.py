@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_klineage.errors import MissingDependency
+from pytest_klineage.errors import MissingDependency, UsageError
+from pytest_klineage.extensions import GROUPS, extensions
 
 LEAST_SHM_BYTES = 512 << 20
 """Inputs, outputs and guard bands of the largest CPU cases take about 200 MB of shared memory."""
@@ -53,6 +54,7 @@ def examine(cache_dir: Path | None = None) -> list[Finding]:
         lambda: _package("pytest-xdist", remedy="pip install 'pytest-klineage[xdist]'"),
         lambda: _package("pytest-benchmark", remedy="pip install 'pytest-klineage[benchmark]'"),
         _cuda_compiler,
+        _extensions,
         _gpu,
         _sandbox,
         _resources,
@@ -94,6 +96,18 @@ def _package(name: str, *, needed: bool = False, remedy: str) -> Iterator[Findin
         yield Finding(name, True, importlib.metadata.version(name), needed)
     except importlib.metadata.PackageNotFoundError:
         yield Finding(name, False, "not installed", needed, remedy)
+
+
+def _extensions() -> Iterator[Finding]:
+    """What other packages register, and whether it can be loaded."""
+    for kind in GROUPS:
+        for name, extension in extensions(kind).items():
+            try:
+                extension.load()
+            except UsageError as error:
+                yield Finding(f"{kind[:-1]} {name}", False, str(error))
+            else:
+                yield Finding(f"{kind[:-1]} {name}", True, f"{extension.package} ({extension.point.value})")
 
 
 def _compiler() -> Iterator[Finding]:

@@ -14,6 +14,7 @@ from pytest_klineage import __version__
 from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.cli.compare import add_compare
 from pytest_klineage.cli.formats import add_formats
+from pytest_klineage.cli.judge import add_judge
 from pytest_klineage.cli.lineage import add_lineage
 from pytest_klineage.cli.report import add_report
 from pytest_klineage.cli.serve import add_external
@@ -79,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     cases = commands.add_parser("cases", help="list operators with their axes, options and shapes, and the references")
     cases.set_defaults(command=run_cases)
+    add_judge(commands)
     add_compare(commands)
     add_lineage(commands)
     add_cards(commands)
@@ -138,7 +140,27 @@ def run_cases(arguments: argparse.Namespace) -> int:
             _say(f"  {tier} shape: {case.dtype}: {sizes}\n")
             if tier == "cpu":
                 _say("".join(f"    {line}\n" for line in _arguments(operator, case)))
+    _say("".join(f"{line}\n" for line in _extension_lines()))
     return OK
+
+
+def _extension_lines() -> list[str]:
+    """Operators and references of other packages, with the package that each comes from."""
+    from pytest_klineage.extensions import extensions
+    from pytest_klineage.operators import OpenOperator, operator
+
+    lines = []
+    for name, extension in extensions("operators").items():
+        found = operator(name)
+        lines += [name, f"  package:  {extension.package}", f"  axes:     {', '.join(found.axes)}",
+                  f"  dtypes:   {', '.join(found.dtypes)}"]  # fmt: skip
+        lines += [f"  option:   {option} = {', '.join(map(str, values))}" for option, values in found.options.items()]
+        if isinstance(found, OpenOperator):
+            lines.append(f"  tensors:  {found.line.text}")
+            lines.append("  compared: torch, torch.compile, package.module:function")
+    for name, extension in extensions("references").items():
+        lines += [f"reference {name}", f"  package:  {extension.package}"]
+    return lines
 
 
 def _arguments(operator: Operator, case: KernelCase) -> list[str]:

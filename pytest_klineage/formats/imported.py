@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.records import KernelCase
 
@@ -47,7 +47,7 @@ def lint_imported(imported: Imported, seed: int = 0) -> tuple[str, ...]:
     import torch
 
     case = imported.case
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     if not is_lintable(case):
         return ()
     return tuple(lint_case(chosen, case, torch.Generator().manual_seed(seed)))
@@ -55,7 +55,7 @@ def lint_imported(imported: Imported, seed: int = 0) -> tuple[str, ...]:
 
 def is_lintable(case: KernelCase) -> bool:
     """Whether a case is small enough to be linted on import."""
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     return chosen.flops(case) <= LARGEST_FLOPS and chosen.min_bytes(case) <= LARGEST_BYTES
 
 

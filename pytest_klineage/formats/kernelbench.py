@@ -18,7 +18,7 @@ from pytest_klineage.formats.imported import Imported, Unsupported
 from pytest_klineage.formats.reading import Reader
 from pytest_klineage.formats.recognise import Found, recognised
 from pytest_klineage.formats.symbols import Constant, NotStatic, Tensor, Value
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 MODEL, CANDIDATE, BASE = "Model", "ModelNew", "torch.nn.Module"
@@ -82,7 +82,7 @@ def candidate_of(text: str, imported: Imported, label: str = "") -> KernelSource
         raise Unsupported(label or imported.name, str(error)) from error
     if CANDIDATE not in reader.classes:
         raise Unsupported(label or imported.name, f"a class {CANDIDATE} is not there")
-    names = [spec.name for spec in operator(imported.case.operator).signature(imported.case).inputs]
+    names = [spec.name for spec in operator_of(imported.case).signature(imported.case).inputs]
     weights = "".join(
         f'    _klineage_model.get_parameter("{parameter}").data = {name}\n'
         for parameter, name in imported.weights.items()

@@ -22,7 +22,7 @@ from pytest_klineage.formats.trace_records import (
     Workload,
     WorkloadInput,
 )
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.records import Code, KernelCase, KernelSource, Status, Verdict
 
 LONG = {short: long for long, short in SHORT.items()}
@@ -62,7 +62,7 @@ def definition_of(case: KernelCase) -> Definition:
         raise Unsupported(case.id, f"{case.operator} is not one call of PyTorch; known: {', '.join(SHAPES)}")
     if "layout" in case.options:
         raise Unsupported(case.id, f"the layout {case.options['layout']}: the format knows no strides")
-    signature = operator(case.operator).signature(case)
+    signature = operator_of(case).signature(case)
     shapes = SHAPES[case.operator]
     specs = (*signature.inputs, *signature.outputs)
     sizes = {axis: size for spec in specs for axis, size in zip(shapes[spec.name], spec.shape, strict=True)}
@@ -80,7 +80,7 @@ def definition_of(case: KernelCase) -> Definition:
 
 def workload_of(case: KernelCase) -> Workload:
     """The workload of a case's definition: every axis is fixed there, every input drawn at random."""
-    names = [spec.name for spec in operator(case.operator).signature(case).inputs]
+    names = [spec.name for spec in operator_of(case).signature(case).inputs]
     return Workload(axes={}, inputs={name: WorkloadInput(type="random") for name in names}, uuid=case.id)
 
 
@@ -93,7 +93,7 @@ def solution_of(source: KernelSource, case: KernelCase, platform: str, *, author
         raise Unsupported(source.label or source.module, "an installed module, which has no text")
     native = source.surface in SURFACES
     passes = not native and (parameters_of(source.main.text, source.entry) or ())[-1:] == ("out",)
-    if passes and len(operator(case.operator).signature(case).outputs) > 1:
+    if passes and len(operator_of(case).signature(case).outputs) > 1:
         raise Unsupported(source.label or source.main.name, "it takes its outputs as one tuple")
     return Solution(
         name=f"{source.label or 'kernel'}_{source.digest[:12]}", definition=definition_name(case), author=author,

@@ -11,7 +11,7 @@ from pytest_klineage.formats.reading import Reader
 from pytest_klineage.formats.recognise import Found, recognised
 from pytest_klineage.formats.symbols import NotStatic, Tensor, Value
 from pytest_klineage.formats.trace_records import Definition, Solution, Workload
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.records import KernelSource, Signature, SourceFile, Surface
 
 RUN = "run"
@@ -52,7 +52,7 @@ def import_definition(definition: Definition, workload: Workload, *, reference: 
                 function.lineno, f"run takes {', '.join(taken)}, the inputs are {', '.join(definition.inputs)}"
             )
         found = recognised(reader.called(function, given), reference)
-        _check_outputs(definition, sizes, operator(found.case.operator).signature(found.case))
+        _check_outputs(definition, sizes, operator_of(found.case).signature(found.case))
         return _imported(definition, reader, found)
     except NotStatic as error:
         raise Unsupported(definition.name, str(error)) from error
@@ -100,7 +100,7 @@ def parameters_of(text: str, entry: str) -> tuple[str, ...] | None:
 
 def _adapted(text: str, entry: str, imported: Imported, writes_outputs: bool | None) -> tuple[str, str]:
     """The main file's text and entry, with an adapter where the calls differ."""
-    signature = operator(imported.case.operator).signature(imported.case)
+    signature = operator_of(imported.case).signature(imported.case)
     names = [spec.name for spec in signature.inputs]
     taken = parameters_of(text, entry)
     if writes_outputs is None and taken is not None:  # a file of before there was a choice

@@ -16,7 +16,7 @@ from pytest_klineage.gate.judgement import Bench, Judgement, Progress, now
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.gate.timing.policy import POLICIES
 from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Verdict
-from pytest_klineage.references import UnsupportedCase, alternatives, reference
+from pytest_klineage.references import UnsupportedCase, alternatives, reference_of
 from pytest_klineage.surfaces import surface_backend
 
 
@@ -72,7 +72,7 @@ class Gate:
         """
         backend = surface_backend(source.surface.value)
         if reference_source is None and self.settings.stage == "all":
-            vendor = reference(case.reference)
+            vendor = reference_of(case)
             if case.operator not in vendor.operators():
                 raise UsageError(
                     f"reference {case.reference!r} has no {case.operator}; it has {', '.join(vendor.operators())}"

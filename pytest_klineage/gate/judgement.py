@@ -23,11 +23,13 @@ from pytest_klineage.gate.stages.build import build_kernel, built_reason, resour
 from pytest_klineage.gate.stages.sanitize import sanitize
 from pytest_klineage.gate.stages.time import CALL_SLACK_S, TimedStage
 from pytest_klineage.gate.supervise import Processes, Worker
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.resolve import file_of
 from pytest_klineage.records import (
     Build,
     Check,
     Code,
+    DefinitionFile,
     KernelCase,
     KernelSource,
     KernelTime,
@@ -48,8 +50,9 @@ from pytest_klineage.records.messages import (
     Opened,
     Problem,
 )
-from pytest_klineage.references import UnsupportedCase, reference
+from pytest_klineage.references import UnsupportedCase, reference_of
 from pytest_klineage.references.device import chosen_variant, reference_notes
+from pytest_klineage.references.functions import COMPILED, reference_files
 from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
@@ -89,11 +92,13 @@ class Bench:
         """Versions that the workers have reported."""
 
     def _reference_caches(self) -> dict[str, str]:
-        """Where references on a GPU keep what they have compiled and tuned; candidates are never told."""
-        if self.place.device == "cpu":
-            return {}
+        """Where references keep what they have compiled and tuned; candidates are never told."""
         folder = self.settings.cache_dir
+        inductor = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "reference-inductor")}
+        if self.place.device == "cpu":
+            return inductor
         return {
+            **inductor,
             "TRITON_CACHE_DIR": str(folder / "reference-triton"),
             "FLASHINFER_WORKSPACE_BASE": str(folder / "reference-flashinfer"),
         }
@@ -101,7 +106,7 @@ class Bench:
     def flush_bytes(self, case: KernelCase) -> int:
         """Bytes to write between two timed calls."""
         asked = self.settings.flush_bytes
-        return self.place.flush_bytes(operator(case.operator).signature(case).num_bytes) if asked is None else asked
+        return self.place.flush_bytes(operator_of(case).signature(case).num_bytes) if asked is None else asked
 
     def machine(self) -> Machine:
         """The record of this machine."""
@@ -150,10 +155,12 @@ class Judgement:
         try:
             with machine_lock(self.bench.place.lock, alone=False):
                 self._audit()
+                # A user's definition that is no oracle is an error, and nothing is built for it.
+                opened = self._open() if self.case.definition and self.settings.stage == "all" else None
                 built = self._build(self.source)
                 if self.settings.stage == "compile":
                     return (built_reason(built.build),)
-                opened = self._open()
+                opened = opened or self._open()
                 self._start_reference()
                 self._check_candidate(built, opened)
                 self._sanitize(built)
@@ -205,11 +212,13 @@ class Judgement:
         request = OpenCase(
             case=self.case, secret=self.bench.secret, seeds=self.settings.seeds,
             flush_bytes=self.flush_bytes, threads=self.bench.threads, device=self.bench.place.device,
+            definition=definition_file(self.case),
         )  # fmt: skip
         opened = self.processes.ask_oracle(request, Opened, ORACLE_DEADLINE_S)
         if isinstance(opened, Problem):
             raise HarnessError("the oracle could not open the case")
         self.opened = opened
+        self.notes += opened.notes
         self.bench.software["torch"] = opened.settings["oracle_torch"]
         if opened.findings and "case_lint" in self.settings.defences:
             reasons = [
@@ -228,6 +237,7 @@ class Judgement:
             job = Job(
                 surface="reference", case=self.case, platform=self.bench.platform, threads=self.bench.threads,
                 sandbox=False, flush_bytes=self.flush_bytes, processors=self.bench.binding.processors,
+                definition=definition_file(self.case),
             )  # fmt: skip
             preload = "torch"
         attached = self._start("reference", job, preload)
@@ -267,7 +277,8 @@ class Judgement:
         worker = self.workers[role]
         fds = [worker.oracle_end.fileno()]
         # A reference may tune itself when it starts: FLA takes half a minute.
-        slow = role == "reference" and self.bench.place.device != "cpu"
+        tunes = self.bench.place.device != "cpu" or self.case.reference == COMPILED
+        slow = role == "reference" and tunes
         deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
         answer = self.processes.ask_oracle(
             Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
@@ -430,7 +441,7 @@ class Judgement:
             if "No module named" in cause:
                 missing = cause.rpartition("No module named")[2].strip()
                 what = f"{missing}, for the reference {self.case.reference},"
-                raise MissingDependency(what, reference(self.case.reference).remedy)
+                raise MissingDependency(what, reference_of(self.case).remedy)
             if reasons and reasons[0].code is Code.OUT_OF_MEMORY and self.bench.place.device != "cpu":
                 raise DeviceOutOfMemory(f"the reference {self.case.reference} found no memory on the GPU: {cause}")
             if reasons and reasons[0].code is Code.EXCEPTION and (why := self._refusal(cause)):
@@ -484,6 +495,14 @@ SEVERITY = {
     Code.OUT_OF_BOUNDS: 3, Code.UNWRITTEN: 2, Code.NON_FINITE: 1,
 }  # fmt: skip
 """Which finding explains a failure best when several checks disagree; the others follow as further reasons."""
+
+
+def definition_file(case: KernelCase) -> DefinitionFile:
+    """Where trusted processes import a case's definition, and its reference's functions, on this machine."""
+    path = file_of(case)
+    search = tuple(os.path.abspath(folder) for folder in sys.path if folder)
+    written = (case.reference, *case.reference_variants, case.reference_prepare)
+    return DefinitionFile(path=str(path or ""), search=search, files=reference_files(written))
 
 
 def now() -> str:

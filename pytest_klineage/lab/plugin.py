@@ -81,6 +81,7 @@ def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.
         model_settings(klineage_session.config),
         trajectories=klineage_session.settings.results / "trajectories",
         replays=lambda: tmp_path_factory.mktemp("klineage-replay"),
+        in_turns=klineage_session.settings.batch is not None,
     )
     yield models
     models.close()
@@ -93,8 +94,12 @@ class Models:
     goes to a folder of pytest's, since it is the same again.
     """
 
-    def __init__(self, settings: Mapping[str, Any], *, trajectories: Path, replays: Callable[[], Path]) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], *, trajectories: Path, replays: Callable[[], Path], in_turns: bool = False
+    ) -> None:
+        """`in_turns`: a run ends its turn where something has not come yet, and goes on with the same command."""
         self._settings = settings
+        self._in_turns = in_turns
         self._replays = replays
         self._opened: list[Session] = []
         self.trajectories: Path = settings.get("trajectories") or trajectories
@@ -126,6 +131,21 @@ class Models:
         """Whether there is a trajectory of that name."""
         return self.path(name).is_file()
 
+    def is_under_way(self, name: str) -> bool:
+        """Whether the trajectory of that name waits: runs go in turns, and it has not come to an end."""
+        if not self._in_turns or self.is_replay or not self.is_recorded(name):
+            return False
+        from pytest_klineage.lab.llm.trajectory import read_trajectory
+        from pytest_klineage.records import Stopped
+
+        lines, _ = read_trajectory(self.path(name))
+        return not (lines and isinstance(lines[-1].event, Stopped))
+
+    def is_done(self, name: str) -> bool:
+        """Whether the trajectory of that name came to its end in an earlier turn, and is not to be resumed."""
+        recorded = self._in_turns and not self.is_replay and self.is_recorded(name)
+        return recorded and not self.is_under_way(name) and not self._is_resumed(name)
+
     def session(
         self, name: str, *, limit_usd: float | None = None, settings: Mapping[str, str] | None = None
     ) -> Session:
@@ -147,6 +167,8 @@ class Models:
         elif self._is_resumed(name) and path.exists():
             given = limit_usd is not None or self._settings.get("budget") is not None
             session = Session.resume(path, backend, limit_usd=limit if given else None)
+        elif self.is_under_way(name):
+            session = Session.resume(path, backend, note=False)
         else:
             session = self._begun(path, backend, limit, name, settings)
         self._opened.append(session)
@@ -190,7 +212,8 @@ class Models:
                 "--klineage-trajectories"
             )
         own = kind in ("anthropic", "replay")
-        return make_backend(f"{kind}:{self._behind(kind, name)}", self._prices(), model="" if own else model)
+        behind = self._behind(kind, name)
+        return make_backend(f"{kind}:{behind}", self._prices(), model="" if own else model, waits=not self._in_turns)
 
     def _behind(self, kind: str, name: str) -> str:
         """What stands behind the colon of a backend's name. Raises UsageError for an option that is missing."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.operators import base
+from pytest_klineage.operators import base, resolve
 from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
 from pytest_klineage.operators.conv2d import Conv2d
+from pytest_klineage.operators.define import OpenOperator, allclose
 from pytest_klineage.operators.fmha import Fmha
 from pytest_klineage.operators.gdn import Gdn
 from pytest_klineage.operators.gdn_cumsum import GdnCumsum
@@ -18,7 +20,10 @@ from pytest_klineage.operators.shapes import PAPER_SHAPES
 from pytest_klineage.operators.topk import TopK
 from pytest_klineage.records import KernelCase, LibraryPolicy, Option
 
-__all__ = ["DEFAULT_REGIME", "OPERATORS", "PAPER_SHAPES", "Operator", "make_case", "operator", "paper_case"]
+__all__ = [
+    "DEFAULT_REGIME", "OPERATORS", "PAPER_SHAPES", "OpenOperator", "Operator", "allclose", "find_operator", "make_case",
+    "operator", "operator_of", "paper_case",
+]  # fmt: skip
 
 OPERATORS: dict[str, Operator] = {
     chosen.name: chosen
@@ -27,14 +32,22 @@ OPERATORS: dict[str, Operator] = {
 
 
 def operator(name: str) -> Operator:
-    """The operator of this name. Raises UnknownName, which lists the valid ones."""
-    if name not in OPERATORS:
-        raise UnknownName("operator", name, OPERATORS)
-    return OPERATORS[name]
+    """The operator of this name, shipped or of another package. Raises UnknownName, which lists the valid ones."""
+    return resolve.find_operator(name, OPERATORS)[0]
+
+
+def find_operator(wanted: str | Operator, folder: Path | None = None) -> Operator:
+    """The operator that a user means: an object, a name, or "file.py:name" in `folder`. Raises UsageError."""
+    return resolve.find_operator(wanted, OPERATORS, folder)[0]
+
+
+def operator_of(case: KernelCase) -> Operator:
+    """The operator of a case, wherever it was defined. Raises UsageError when its definition has changed."""
+    return resolve.operator_of(case, OPERATORS)
 
 
 def make_case(
-    operator: str,
+    operator: str | Operator,
     shape: tuple[int, ...] | dict[str, int],
     dtype: str,
     reference: str,
@@ -44,10 +57,11 @@ def make_case(
     also_shapes: Iterable[tuple[int, ...] | dict[str, int]] = (),
     **options: Option,
 ) -> KernelCase:
-    """A checked case of one of OPERATORS; see `base.make_case`."""
+    """A checked case of an operator: an object, a name, or "file.py:name"; see `base.make_case`."""
+    chosen, definition = resolve.find_operator(operator, OPERATORS)
     return base.make_case(
-        OPERATORS,
-        operator,
+        chosen,
+        definition,
         shape,
         dtype,
         reference,

@@ -6,11 +6,11 @@ Torch is imported inside functions only: describing a case must cost nothing in 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.records import DTYPES, KernelCase, LibraryPolicy, Option, Signature
+from pytest_klineage.records import DTYPES, Definition, KernelCase, LibraryPolicy, Option, Signature
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +35,20 @@ class Operator(ABC):
     exact: ClassVar[bool] = False
     """True when outputs must match bit for bit, up to the operator's own freedom (`violations`)."""
 
+    single_numbers: ClassVar[bool] = False
+    """Whether an output may be a single number, which is its own mean: that answer is no null model then."""
+
     def validate(self, case: KernelCase) -> None:  # noqa: B027 - any sizes are right for most operators
         """Raise UsageError when sizes contradict one another. Axis names are checked by make_case."""
+
+    def check_option(self, name: str, value: Option) -> None:
+        """Raise UnknownName unless the option takes this value. Names of options are checked by make_case."""
+        if value not in self.options[name]:
+            raise UnknownName(f"value for {self.name} option {name!r}", value, map(str, self.options[name]))
+
+    def least_size(self, axis: str) -> int:
+        """The smallest size of an axis."""
+        return 0 if axis == "pad" else 1
 
     def option(self, case: KernelCase, name: str) -> Option:
         """The value of an option of this case, or its default."""
@@ -83,14 +95,33 @@ class Operator(ABC):
         signature = self.signature(case)
         return float(sum(spec.num_elements * DTYPES[spec.dtype] for spec in (*signature.inputs, *signature.outputs)))
 
+    def slacks(self, case: KernelCase) -> dict[str, float]:
+        """By output, how many times the honest error a kernel may make, where that is not `tolerance.SLACK`."""
+        return {}
+
+    def fixed_bounds(self, case: KernelCase) -> dict[str, float]:
+        """By output, bounds in rounding units that do not depend on the honest run's error."""
+        return {}
+
+    def has_symmetry(self, case: KernelCase) -> bool:
+        """Whether `disguise` gives new problems with known answers; else every timed input is a new problem."""
+        return True
+
+    def examine(self, case: KernelCase, inputs: Tensors) -> list[str]:
+        """Notes for the record. Raises UsageError for a user's definition that cannot be an oracle."""
+        return []
+
+    def object_to(self, findings: Sequence[str]) -> None:  # noqa: B027 - a shipped operator's case is skipped instead
+        """Raise UsageError where findings of the lint are a user's mistake."""
+
     def violations(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
         """For exact operators: by output, the number of elements that no correct implementation could return."""
         raise NotImplementedError(f"{self.name} is not an exact operator")
 
 
 def make_case(
-    operators: dict[str, Operator],
-    operator: str,
+    chosen: Operator,
+    definition: Definition | None,
     shape: tuple[int, ...] | dict[str, int],
     dtype: str,
     reference: str,
@@ -100,23 +131,21 @@ def make_case(
     also_shapes: Iterable[tuple[int, ...] | dict[str, int]] = (),
     **options: Option,
 ) -> KernelCase:
-    """Build and check a case. `shape` is positional in the operator's axis order, or a dict by axis name.
+    """Build and check a case; `definition` is None for a shipped operator. `shape` is positional in the operator's
+    axis order, or a dict by axis name.
 
     `also_shapes` are further shapes, written in either way, at which the kernel must be right.
 
-    Raises UnknownName for an operator, dtype, axis or option that does not exist, UsageError for sizes and a speedup
+    Raises UnknownName for a dtype, axis or option that does not exist, UsageError for sizes and a speedup
     that cannot be.
     """
-    if operator not in operators:
-        raise UnknownName("operator", operator, operators)
-    chosen = operators[operator]
+    operator = chosen.name
     if dtype not in chosen.dtypes:
         raise UnknownName(f"dtype for {operator}", dtype, chosen.dtypes)
     for name, value in options.items():
         if name not in chosen.options:
             raise UnknownName(f"option for {operator}", name, chosen.options)
-        if value not in chosen.options[name]:
-            raise UnknownName(f"value for {operator} option {name!r}", value, map(str, chosen.options[name]))
+        chosen.check_option(name, value)
     # Not a bool, and neither NaN nor infinity, which compare with anything.
     if type(at_least) not in (int, float) or not 0 < at_least < float("inf"):
         raise UsageError(f"at_least must be a positive number, got {at_least!r}")
@@ -130,6 +159,7 @@ def make_case(
         at_least=at_least,
         library=LibraryPolicy(library),
         also_shapes=tuple(named_shape(chosen, other) for other in also_shapes),
+        definition=definition,
     )
     for named in (case.shape, *case.also_shapes):
         chosen.validate(case.at_shape(named))
@@ -151,6 +181,6 @@ def named_shape(operator: Operator, shape: tuple[int, ...] | dict[str, int]) -> 
     if missing:
         raise UsageError(f"{operator.name} also needs the axes {', '.join(missing)}")
     for axis, size in shape.items():
-        if type(size) is not int or size < (0 if axis == "pad" else 1):
+        if type(size) is not int or size < operator.least_size(axis):
             raise UsageError(f"axis {axis} of {operator.name} must be a positive integer, got {size!r}")
     return {axis: shape[axis] for axis in axes}

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     import torch
 
 TORCH_DTYPES = {
-    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64", "int32": "int32",
+    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2", "int64": "int64", "int32": "int32", "int16": "int16", "int8": "int8", "uint8": "uint8",
+    "bool": "bool",
 }  # fmt: skip
 
 

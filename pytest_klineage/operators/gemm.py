@@ -1,4 +1,4 @@
-"""gemm: c[M,N] = a[M,K] @ b[K,N], all row-major."""
+"""gemm: c[M,N] = a[M,K] @ b[K,N], row-major, or with a or b stored transposed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pytest_klineage.operators.distributions import (
     torch_dtype,
 )
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
-from pytest_klineage.records import KernelCase, Signature
-from pytest_klineage.records.signature import dense
+from pytest_klineage.records import KernelCase, Option, Signature
+from pytest_klineage.records.signature import TensorSpec, dense, permuted
 
 if TYPE_CHECKING:
     import torch
@@ -36,18 +36,32 @@ SHIFT = 1.0
 """Mean of the shifted regime. More would bury the differences between outputs under bf16's rounding for long sums."""
 
 
+MEMORY_ORDER = {"n": (0, 1), "t": (1, 0)}
+"""Axes of an operand, outermost first, by its letter in the layout: as it is, or transposed in memory."""
+
+
 class Gemm(Operator):
-    """Dense matrix product. Axes M, N, K; inputs a[M,K], b[K,N]; output c[M,N]."""
+    """Dense matrix product. Axes M, N, K; inputs a[M,K], b[K,N]; output c[M,N], row-major.
+
+    Layout has a letter for a and one for b: shapes stay the same, and with t the operand has the strides of a
+    transposed row-major matrix. A linear layer's weight[N,K] is a b of layout nt.
+    """
 
     name: ClassVar[str] = "gemm"
     axes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
+    options: ClassVar[dict[str, tuple[Option, ...]]] = {"layout": ("nn", "nt", "tn", "tt")}
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "spikes", "shifted", "large_magnitude")
 
     def signature(self, case: KernelCase) -> Signature:
         m, n, k = case.shape.values()
+        order_a, order_b = (MEMORY_ORDER[letter] for letter in str(self.option(case, "layout")))
+
+        def spec(name: str, order: tuple[int, ...], *shape: int) -> TensorSpec:
+            return permuted(name, case.dtype, shape, order)
+
         return Signature(
-            inputs=(dense("a", case.dtype, m, k), dense("b", case.dtype, k, n)),
+            inputs=(spec("a", order_a, m, k), spec("b", order_b, k, n)),
             outputs=(dense("c", case.dtype, m, n),),
         )
 

@@ -33,16 +33,18 @@ def null_models(
     outputs = operator.signature(case).outputs
     right = operator.honest(case, inputs)
     yield "zeros", {spec.name: torch.zeros_like(right[spec.name]) for spec in outputs}
-    yield "constant", {spec.name: torch.full_like(right[spec.name], mean(right[spec.name])) for spec in outputs}
+    if not operator.single_numbers or any(spec.num_elements > 1 for spec in outputs):
+        yield "constant", {spec.name: torch.full_like(right[spec.name], mean(right[spec.name])) for spec in outputs}
     source = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in inputs.values()])
     yield "passthrough", {spec.name: tiled(source, spec) for spec in outputs}
     previous = expected_outputs_of_another_input
     yield "previous", {spec.name: previous[spec.name].to(right[spec.name].dtype) for spec in outputs}
-    rows = {spec.name: right[spec.name].flatten(0, -2) for spec in outputs}
+    rows = {spec.name: as_rows(right[spec.name]) for spec in outputs}
     shortest = min(len(matrix) for matrix in rows.values())
     if shortest > 1:
         step = 1 + int(torch.randint(shortest - 1, (1,), generator=generator, device=generator.device))
-        yield "shuffled", {spec.name: rows[spec.name].roll(step, 0).view(spec.shape) for spec in outputs}
+        moved = {spec.name: rows[spec.name].roll(step, 0) for spec in outputs}
+        yield "shuffled", {name: tensor.view(right[name].dtype).view_as(right[name]) for name, tensor in moved.items()}
 
 
 def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) -> list[str]:
@@ -58,7 +60,10 @@ def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) 
         findings.append("oracle not finite")
     right = operator.honest(case, inputs)
     for name, outputs in null_models(operator, case, inputs, operator.oracle(case, others), generator):
-        mixtures = {f"{name}:{output}": {**right, output: outputs[output]} for output in outputs if len(outputs) > 1}
+        # A single number may be its own mean, and another problem's answer, by chance.
+        single = {output for output in outputs if operator.single_numbers and right[output].numel() == 1}
+        telling = [output for output in outputs if output not in single or name == "zeros"]
+        mixtures = {f"{name}:{output}": {**right, output: outputs[output]} for output in telling if len(outputs) > 1}
         findings += [label for label, answer in {name: outputs, **mixtures}.items() if expected.accepts(answer)]
     for name in inputs:
         if expected.accepts(operator.honest(case, {**inputs, name: others[name]})):
@@ -66,9 +71,18 @@ def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) 
     return findings
 
 
+def as_rows(output: torch.Tensor) -> torch.Tensor:
+    """An output as a matrix of its rows; one of 8-bit floats by its bytes, which can be moved about."""
+    import torch
+
+    plain = output.view(torch.uint8) if output.element_size() == 1 else output
+    return plain.flatten(0, -2) if output.dim() > 1 else plain.view(1, -1)
+
+
 def mean(output: torch.Tensor) -> float:
     """Mean of the finite elements; for integers rounded towards zero by whoever stores it."""
-    finite = output[output.isfinite()].double()
+    values = output.double()
+    finite = values[values.isfinite()]
     return float(finite.mean()) if finite.numel() else 0.0
 
 

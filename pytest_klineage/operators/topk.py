@@ -41,6 +41,7 @@ class TopK(Operator):
         "sorted_ascending",
         "sorted_descending",
         "clustered",
+        "two_clusters",
         "infinities",
         "signed_zeros",
         "denormals",
@@ -70,6 +71,8 @@ class TopK(Operator):
             x = x.sort(dim=1, descending=regime == "sorted_descending").values
         elif regime == "clustered":
             x = x.mul_(CLUSTER[case.dtype]).add_(10.0)
+        elif regime == "two_clusters":
+            x = x.mul_(CLUSTER[case.dtype]).add_(10.0).mul_(signs((rows, columns), generator))
         elif regime == "infinities":
             x = with_infinities(x, k, generator)
         elif regime == "signed_zeros":

@@ -7,7 +7,7 @@ import pytest
 from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
 from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
 from pytest_klineage.plugin.hooks import Hooks
-from pytest_klineage.plugin.markers import MARKER_LINE, pytest_pycollect_makeitem
+from pytest_klineage.plugin.markers import MARKER_LINE, pytest_generate_tests, pytest_pycollect_makeitem
 from pytest_klineage.plugin.options import COMPARING_NAMES, add_options
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 
@@ -18,6 +18,7 @@ __all__ = [
     "pytest_addhooks",
     "pytest_addoption",
     "pytest_configure",
+    "pytest_generate_tests",
     "pytest_pycollect_makeitem",
     "pytest_xdist_auto_num_workers",
 ]

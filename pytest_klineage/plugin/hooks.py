@@ -7,16 +7,30 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pytest_klineage.errors import Waiting
 from pytest_klineage.plugin.benchmark import install_timers
 from pytest_klineage.plugin.distribution import Distribution
 from pytest_klineage.plugin.markers import CASE_KEY
+from pytest_klineage.plugin.waiting import WAITING_ATTRIBUTE, WAITING_EXIT, ending_turn, waiting_line
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.ledger import Ledger
     from pytest_klineage.plugin.session import KlineageSession
 
+WAITS_KEY = pytest.StashKey[tuple[str, str]]()
 REPORT_ATTRIBUTE = "klineage"
 """Where a test report carries its verdicts, as plain data: only that survives the way from an xdist worker."""
+
+
+def _turn(item: pytest.Item) -> Generator[None, None, None]:
+    """Runs a phase of a test; what it waits for becomes a skip."""
+    try:
+        return (yield)
+    except Waiting as waiting:
+        item.stash[WAITS_KEY] = ending_turn(waiting)
+        reason = f"klineage: waiting: {waiting}"
+    # Outside of the handler, so that the exception does not come with the skip.
+    raise pytest.skip.Exception(reason, _use_item_location=True)
 
 
 class Hooks:
@@ -71,11 +85,25 @@ class Hooks:
         verdicts = self.session.take_pending()
         if verdicts:
             setattr(report, REPORT_ATTRIBUTE, verdicts)
+        if (waits := item.stash.get(WAITS_KEY, None)) is not None and report.skipped:
+            setattr(report, WAITING_ATTRIBUTE, list(waits))
         return report
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        """A fixture that waits ends the test's turn."""
+        return (yield from _turn(item))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        """A test that waits is skipped, and counted."""
+        return (yield from _turn(item))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write down what a worker sent. In a process without workers the verdicts were written when they were made."""
+        if not self.session.is_worker and (waits := getattr(report, WAITING_ATTRIBUTE, None)) is not None:
+            self.session.waiting.append((str(waits[0]), str(waits[1])))
         if not self.session.is_worker and hasattr(report, "node"):
             entries: list[dict[str, Any]] = getattr(report, REPORT_ATTRIBUTE, [])
             if entries:
@@ -85,14 +113,20 @@ class Hooks:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """End the gate and close the run store; records that could not be written make a good exit status a bad one."""
         self.session.close()
+        if self.session.waiting and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = WAITING_EXIT
         if self.session.is_worker or (self._ledger is None and self.session.settings.json is None):
             return
         self.ledger.finish()
-        if self.ledger.problems and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        good = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED, WAITING_EXIT)
+        if self.ledger.problems and session.exitstatus in good:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The speedup table, its mean, and where the records are."""
+        if self.session.waiting and not self.session.is_worker:
+            base = self.session.config.invocation_params.dir
+            terminalreporter.write_line(waiting_line(self.session.waiting, base), yellow=True, bold=True)
         if self.session.is_worker or self._ledger is None:
             return
         from pytest_klineage.plugin.terminal import write_summary

@@ -9,7 +9,7 @@ from typing import NoReturn, TypeAlias
 
 import pytest
 
-from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
+from pytest_klineage.errors import KlineageError, MissingDependency, UsageError, Waiting
 from pytest_klineage.plugin.benchmark import export
 from pytest_klineage.plugin.explain import explain
 from pytest_klineage.plugin.markers import case_of
@@ -70,6 +70,8 @@ class KernelGate:
             source = self._source(kernel, surface, entry, flags, also, label)
             rival = None if against is None else self._source(against, None, None, (), (), "")
             verdict = self.session.judge(chosen, source, reference_source=rival, platforms=_names(platforms))
+        except Waiting:
+            raise  # the hooks end the test's turn
         except KlineageError as error:
             trouble = error
         else:

@@ -10,27 +10,35 @@ import pytest
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
+    from pytest_klineage.operators import Operator
     from pytest_klineage.records import KernelCase, LibraryPolicy, Option
 
 MARKER = "kernel_case"
 MARKER_LINE = (
-    'kernel_case(shape, dtype, ref="torch", *, op, at_least=1.0, library="forbid", also=(), max_spills=None, '
-    "requires=(), **options): the case that the kernel of this test is judged on; see the kernel_gate fixture."
+    'kernel_case(shape, dtype, ref="torch", *, op, at_least=1.0, library="forbid", also=(), shapes=(), variants=(), '
+    'prepare="", max_spills=None, requires=(), **options): the case that the kernel of this test is judged on; see the '
+    "kernel_gate fixture."
 )
 CASE_KEY = pytest.StashKey["KernelCase"]()
+SHAPE = "klineage_shape"
+"""The parameter that the shapes of a sweep become."""
 
 
 def kernel_case(
-    shape: Sequence[int] | dict[str, int],
-    dtype: str,
-    ref: str = "torch",
+    shape: Sequence[int] | dict[str, int] | None = None,
+    dtype: str = "",
+    ref: str | Callable[..., Any] = "torch",
     *,
-    op: str = "",
+    op: str | Operator = "",
     at_least: float = 1.0,
     library: str = "forbid",
     also: Sequence[Sequence[int] | dict[str, int]] = (),
+    shapes: Sequence[Sequence[int] | dict[str, int]] = (),
+    variants: Sequence[str | Callable[..., Any]] = (),
+    prepare: str | Callable[..., Any] = "",
     max_spills: int | None = None,
     requires: Sequence[str] = (),
     **options: Option,
@@ -39,11 +47,15 @@ def kernel_case(
 
     shape: sizes in the order of the operator's axes, or a dict by axis name.
     dtype: short name of the data type, such as "fp32".
-    ref: name of the implementation that the kernel is compared with.
-    op: name of the operator, such as "gemm"; a marker without one is refused when the test is collected.
+    ref: the implementation that the kernel is compared with: a name such as "torch" or "torch.compile", or a function
+    of yours, as "package.module:function" or as itself.
+    op: the operator: a name such as "gemm", one that `@operator` made, or "file.py:name".
     at_least: speedup that the kernel must reach, up to the gate's margin.
     library: "forbid", "label" or "allow" work done by a library.
     also: further shapes at which the kernel must be right.
+    shapes: instead of a shape, those of a sweep: the test runs once for each.
+    variants: further functions beside a ref that is a function; the fastest of them is compared with.
+    prepare: a function that converts the inputs for such a ref, untimed.
     max_spills: bytes of registers per thread that a GPU kernel may spill; None for any number.
     requires: instructions that must be in the machine code, such as ("wgmma", "tma_load"); see docs/reference.
     options: the operator's own, such as causal=True.
@@ -51,7 +63,10 @@ def kernel_case(
     Names are checked when pytest collects the test: a typo costs no build. `pytest-klineage cases` lists them.
     """
     given: dict[str, Any] = {"max_spills": max_spills, "requires": requires, **options}
-    return pytest.mark.kernel_case(shape, dtype, ref, op=op, at_least=at_least, library=library, also=also, **given)
+    own = {"shapes": shapes, "variants": variants, "prepare": prepare}
+    return pytest.mark.kernel_case(
+        shape, dtype, ref, op=op, at_least=at_least, library=library, also=also, **own, **given
+    )
 
 
 def case_of(item: pytest.Item) -> KernelCase | None:
@@ -61,17 +76,26 @@ def case_of(item: pytest.Item) -> KernelCase | None:
     mark = item.get_closest_marker(MARKER)
     if mark is None:
         return None
-    case = build_case(mark.args, mark.kwargs)
+    callspec = getattr(item, "callspec", None)
+    case = build_case(
+        mark.args, mark.kwargs, folders=(item.path.parent, item.config.rootpath),
+        shape=callspec.params.get(SHAPE) if callspec is not None else None,
+    )  # fmt: skip
     item.stash[CASE_KEY] = case
     return case
 
 
-def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
-    """The case that a marker's arguments describe. Raises UsageError, which names what is valid."""
+def build_case(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, folders: Sequence[Path] = (), shape: Any = None
+) -> KernelCase:
+    """The case that a marker's arguments describe, at `shape` where the marker has a sweep.
+
+    `folders` are where files of definitions and references may lie. Raises UsageError, which names what is valid.
+    """
     import msgspec
 
     from pytest_klineage.operators import OPERATORS, make_case
-    from pytest_klineage.references import REFERENCES
+    from pytest_klineage.plugin.own_references import reference_name
 
     signature = inspect.signature(kernel_case)
     try:
@@ -80,38 +104,85 @@ def build_case(args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCase:
         raise UsageError(f"kernel_case: {error}. Write it as {MARKER_LINE.partition(':')[0]}") from None
     bound.apply_defaults()
     given = bound.arguments
-    operator, options = given["op"], given["options"]
-    if operator == "":
-        raise UsageError(f"kernel_case needs op=, the operator: one of {', '.join(sorted(OPERATORS))}")
-    if not isinstance(operator, str) or operator not in OPERATORS:
-        raise UnknownName("operator", operator, OPERATORS)
-    for name in options:
-        if name not in OPERATORS[operator].options:
+    if given["op"] == "":
+        raise UsageError(f"kernel_case needs op=, the operator: one of {', '.join(sorted(OPERATORS))}, or one of yours")
+    operator = _operator(given["op"], folders)
+    for name in given["options"]:
+        if name not in operator.options:
             own = [parameter for parameter in signature.parameters if parameter != "options"]
-            raise UnknownName(f"argument of kernel_case for {operator}", name, (*own, *OPERATORS[operator].options))
-    check_reference(given["ref"], operator, REFERENCES)
+            raise UnknownName(f"argument of kernel_case for {operator.name}", name, (*own, *operator.options))
+    ref = reference_name(given["ref"], folders)
+    check_reference(ref, operator)
     case = make_case(
         operator,
-        _shape(given["shape"]),
+        _shape(given["shape"] if shape is None else shape),
         given["dtype"],
-        given["ref"],
+        ref,
         at_least=given["at_least"],
         library=_library(given["library"]),
-        also_shapes=_shapes(given["also"]),
-        **options,
+        also_shapes=_shapes(given["also"], "also"),
+        **given["options"],
     )
     return msgspec.structs.replace(
-        case, max_spills=_max_spills(given["max_spills"]), requires=_requires(given["requires"])
-    )
+        case, max_spills=_max_spills(given["max_spills"]), requires=_requires(given["requires"]),
+        **_own_reference(given, ref, folders),
+    )  # fmt: skip
 
 
-def check_reference(name: Any, operator: str, references: dict[str, Any]) -> None:
+def _operator(given: Any, folders: Sequence[Path]) -> Operator:
+    """The operator that a marker means; a file is looked for in all folders."""
+    from pytest_klineage.operators import find_operator
+
+    name = given.partition(":")[0] if isinstance(given, str) else ""
+    folder = next((folder for folder in folders if name and (folder / name).is_file()), None)
+    return find_operator(given, folder or (folders[0] if folders else None))
+
+
+def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) -> dict[str, Any]:
+    """Variants and the preparation of a reference that is a function. Raises UsageError for another reference."""
+    from pytest_klineage.plugin.own_references import reference_name
+    from pytest_klineage.references.functions import is_function
+
+    variants, prepare = given["variants"], given["prepare"]
+    if not isinstance(variants, list | tuple):
+        raise UsageError(f'variants= is a list of functions, such as ("mylib.v2:softmax",), got {variants!r}')
+    if (variants or prepare) and not is_function(ref):
+        raise UsageError(f"variants= and prepare= belong to a ref that is a function; {ref} is none")
+    return {
+        "reference_variants": tuple(reference_name(item, folders) for item in variants),
+        "reference_prepare": reference_name(prepare, folders) if prepare else "",
+    }
+
+
+def check_reference(name: str, operator: Operator) -> None:
     """Raise UnknownName unless `name` is a reference that implements the operator."""
-    if not isinstance(name, str) or name not in references:
-        raise UnknownName("reference", name, references)
-    if operator not in references[name].operators():
-        able = [other for other, reference in references.items() if operator in reference.operators()]
-        raise UnknownName(f"reference for {operator}", name, able)
+    from pytest_klineage.operators import OPERATORS
+    from pytest_klineage.references import REFERENCES, SHIPPED, reference
+    from pytest_klineage.references.functions import COMPILED, DEFINITION, is_function
+
+    own = operator.name not in OPERATORS or OPERATORS[operator.name] is not operator
+    if is_function(name) or (own and name in (DEFINITION, COMPILED)):
+        return
+    if operator.name not in reference(name).operators() or (own and name in SHIPPED):
+        able = [DEFINITION, COMPILED] if own else [
+            other for other, known in REFERENCES.items() if operator.name in known.operators()
+        ]  # fmt: skip
+        raise UnknownName(f"reference for {operator.name}", name, [*able, "package.module:function"])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test once for every shape of its marker's sweep."""
+    mark = metafunc.definition.get_closest_marker(MARKER)
+    shapes = mark.kwargs.get("shapes") if mark is not None else None
+    if not mark or not shapes:
+        return
+    if (mark.args and mark.args[0] is not None) or mark.kwargs.get("shape") is not None:
+        raise UsageError(f"{metafunc.definition.nodeid}: kernel_case takes a shape or shapes=, not both")
+    sizes = _shapes(shapes, "shapes")
+    names = ["x".join(map(str, shape.values() if isinstance(shape, dict) else shape)) for shape in sizes]
+    if SHAPE not in metafunc.fixturenames:
+        metafunc.fixturenames.append(SHAPE)
+    metafunc.parametrize(SHAPE, sizes, ids=names)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -135,9 +206,9 @@ def _shape(shape: Any) -> tuple[int, ...] | dict[str, int]:
     raise UsageError(f"a shape is a sequence of sizes or a dict by axis name, got {shape!r}")
 
 
-def _shapes(shapes: Any) -> tuple[tuple[int, ...] | dict[str, int], ...]:
+def _shapes(shapes: Any, name: str) -> tuple[tuple[int, ...] | dict[str, int], ...]:
     if not isinstance(shapes, list | tuple):
-        raise UsageError(f"also= is a list of shapes, such as [(1, 7, 33)], got {shapes!r}")
+        raise UsageError(f"{name}= is a list of shapes, such as [(1, 7, 33)], got {shapes!r}")
     return tuple(_shape(shape) for shape in shapes)
 
 

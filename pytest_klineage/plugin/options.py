@@ -108,6 +108,18 @@ def slower(text: str) -> str:
     return text
 
 
+LOCAL, BATCH = "local", "batch"
+"""Executors: this process, and a folder of requests, written batch:DIR."""
+
+
+def executor(text: str) -> str:
+    """A parser that takes local, or batch:DIR."""
+    kind, colon, rest = text.partition(":")
+    if text != LOCAL and not (kind == BATCH and colon and rest.strip()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of: {LOCAL}, {BATCH}:DIR")
+    return text
+
+
 def switch(text: str) -> bool:
     """A parser for the ini twin of an option without a value."""
     if text.lower() not in SWITCH:
@@ -117,6 +129,11 @@ def switch(text: str) -> bool:
 
 OPTIONS = (
     Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
+    Option(
+        "executor", "local|batch:DIR", executor,
+        "Where kernels are judged: in this process (local), or by `pytest-klineage judge DIR` on any machine, later;"
+        " the same command goes on with the verdicts that have come (batch:DIR) (default: local)",
+    ),
     Option(
         "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
     ),
@@ -243,6 +260,8 @@ class Settings:
     methods: tuple[str, ...]
     progress: str
     json: Path | None
+    batch: Path | None = None
+    """Folder of requests, when kernels are judged elsewhere."""
     fail_skipped: bool = False
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
@@ -299,6 +318,7 @@ def read_settings(config: pytest.Config) -> Settings:
         methods=_unique(values["method"] or ["expert"]),
         progress=values["progress"] or "auto",
         json=given_path(config, "json", values["json"]) if values["json"] else None,
+        batch=_batch(config, values["executor"] or LOCAL),
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
         given=given,
@@ -310,6 +330,10 @@ def given_path(config: pytest.Config, name: str, text: str) -> Path:
     from_ini = config.getoption(f"klineage_{name.replace('-', '_')}") is None
     base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
     return (base / Path(text).expanduser()).absolute()
+
+
+def _batch(config: pytest.Config, text: str) -> Path | None:
+    return given_path(config, "executor", text.partition(":")[2]) if text != LOCAL else None
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pytest_klineage.plugin.options import Settings, read_settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pytest_klineage.executors.base import ExecutorGate
     from pytest_klineage.gate import Gate, GateSettings
     from pytest_klineage.plugin.progress import ProgressLine
     from pytest_klineage.records import KernelCase, KernelSource, Verdict
@@ -30,7 +31,9 @@ class KlineageSession:
         """Tests with a kernel_case that this process collected."""
         self.num_workers = 0
         """Processes that pytest-xdist started for this one."""
-        self._gate: Gate | None = None
+        self._gate: Gate | ExecutorGate | None = None
+        self.waiting: list[tuple[str, str]] = []
+        """Tests of this run whose turn ended at something that has not come yet: WAITS_FOR_..., and where."""
         self._gate_settings: GateSettings | None = None
         self._platform = ""
         self._progress: ProgressLine | None = None
@@ -63,7 +66,8 @@ class KlineageSession:
             from pytest_klineage.gate.host.gpus import gpus_for
 
             found = resolve_platform(self.settings.platform)
-            if found != "cpu" and self.settings.gate.get("stage") != "compile" and not self.is_worker:
+            here = self.settings.batch is None and self.settings.gate.get("stage") != "compile"
+            if found != "cpu" and here and not self.is_worker:
                 # Said before anything is collected: no GPU, another one, a driver that is too old. Not in a process of
                 # pytest-xdist: one that ends while it starts is started again, without end where --tx is used.
                 gpus_for(found)
@@ -80,13 +84,25 @@ class KlineageSession:
         return self._gate_settings
 
     @property
-    def gate(self) -> Gate:
+    def gate(self) -> Gate | ExecutorGate:
         """The gate of this process, started on first use and closed when the session ends."""
         if self._gate is None:
-            from pytest_klineage.gate import Gate
-
-            self._gate = Gate(self.platform, self.gate_settings, progress=self.progress)
+            self._gate = self.gate_with(self.gate_settings)
         return self._gate
+
+    def gate_with(self, settings: GateSettings) -> Gate | ExecutorGate:
+        """A gate with other settings, where --klineage-executor says; close it. Raises UsageError.
+
+        One that judges elsewhere raises WaitsForVerdict for what has not been judged yet.
+        """
+        if self.settings.batch is not None and settings.stage == "all":
+            from pytest_klineage.executors.base import ExecutorGate
+            from pytest_klineage.executors.batch import BatchFolder
+
+            return ExecutorGate(BatchFolder(self.settings.batch), self.platform, settings)
+        from pytest_klineage.gate import Gate
+
+        return Gate(self.platform, settings, progress=self.progress)
 
     @property
     def progress(self) -> ProgressLine | None:
@@ -104,6 +120,10 @@ class KlineageSession:
 
     def check(self) -> None:
         """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""
+        if self.settings.batch is not None and (other := set(self.settings.given) & {"save", "compare", "base"}):
+            raise pytest.UsageError(
+                f"--klineage-{min(other)} judges more than once in one run: use it where the GPU is"
+            )
         try:
             _ = self.platform, self.gate_settings
         except KlineageError as error:

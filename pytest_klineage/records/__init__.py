@@ -19,6 +19,7 @@ from pytest_klineage.records.card import (
 )
 from pytest_klineage.records.case import DTYPES, INSTRUCTIONS, KernelCase, LibraryPolicy, Option
 from pytest_klineage.records.codec import from_json, from_plain, json_schema, to_json, to_plain
+from pytest_klineage.records.definition import Definition, DefinitionFile, definition_digest
 from pytest_klineage.records.device import Gpu, GpuProcess, GpuReadings, GpuState, Neighbours, Span
 from pytest_klineage.records.lineage import (
     Category,
@@ -89,6 +90,8 @@ __all__ = [
     "Check",
     "Code",
     "Context",
+    "Definition",
+    "DefinitionFile",
     "Edit",
     "EditKind",
     "Effect",
@@ -143,6 +146,7 @@ __all__ = [
     "charged_usd",
     "content_digest",
     "cost_curve",
+    "definition_digest",
     "from_json",
     "from_plain",
     "is_at_the_edge",

@@ -37,6 +37,8 @@ class Outcome(StrEnum):
     """The baseline was pinned on another GPU or CPU model."""
     OTHER_REFERENCE = "other_reference"
     """The reference was another one, or another version of it."""
+    OTHER_DEFINITION = "other_definition"
+    """The operator's definition was another one."""
     OTHER_POLICY = "other_policy"
     """The timing policy was another one."""
     OTHER_SETUP = "other_setup"
@@ -54,8 +56,10 @@ class Outcome(StrEnum):
     @property
     def refused(self) -> bool:
         """Whether two figures exist that must not be compared, or one that should be there is not."""
-        return self in (Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE,
-                        Outcome.OTHER_POLICY, Outcome.OTHER_SETUP)  # fmt: skip
+        return self in (
+            Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE, Outcome.OTHER_DEFINITION,
+            Outcome.OTHER_POLICY, Outcome.OTHER_SETUP,
+        )  # fmt: skip
 
     @property
     def bad(self) -> bool:

@@ -8,10 +8,14 @@ from typing import TypeAlias
 import msgspec
 
 from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.records.definition import Definition
 
 Option: TypeAlias = bool | int | float | str
 
-DTYPES = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4}
+DTYPES = {
+    "fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 """Short names of data types and their size in bytes."""
 
 INSTRUCTIONS = (
@@ -54,6 +58,12 @@ class KernelCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Bytes of registers per thread that each GPU kernel may spill to local memory; None for any number."""
     requires: tuple[str, ...] = ()
     """Names of INSTRUCTIONS; each must occur in one of the GPU kernels at least."""
+    definition: Definition | None = None
+    """Where the operator was defined; None for those that this package ships."""
+    reference_variants: tuple[str, ...] = ()
+    """Further functions beside a reference that is a function, as "module:function"; the fastest is compared with."""
+    reference_prepare: str = ""
+    """A function that converts the inputs for such a reference, untimed."""
 
     def __post_init__(self) -> None:
         if self.at_least <= 0:

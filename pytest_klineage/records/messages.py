@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.definition import DefinitionFile
 from pytest_klineage.records.signature import Arena
 from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
@@ -40,6 +41,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Of a reference that has been chosen already; empty to compare its variants."""
     variant_ms: float = 0.0
     """Its median when it was compared, in milliseconds; 0 where that is not known."""
+    definition: DefinitionFile = DefinitionFile()
+    """Where a reference finds the case's definition and its own function. A candidate's is empty."""
 
 
 # --- oracle to worker -------------------------------------------------------------------------------------------------
@@ -86,6 +89,8 @@ class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Record the calls in a CUDA graph first and time replays of it, without any flush."""
     profile: bool = False
     """Record which kernels the device executes meanwhile."""
+    flush_bytes: int = 0
+    """What to write before every call: said for each block, so that no process keeps it."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +149,8 @@ class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """From there until nothing at all was left to do on the device; empty for a graph."""
     span_ns: int
     """From before the head start, or from a graph's first timed replay, to the end of everything."""
+    head_ns: int = 0
+    """How long the head start was; 0 for a graph and for a queue without one."""
 
 
 class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +170,8 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What the device executed during a profiled block, without the flushes between calls."""
     busy_ns: int = 0
     """For how long it was executing at least one of them."""
+    flush_ns: int = 0
+    """For how long it was writing the flushes of a profiled block."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -187,6 +196,8 @@ class OpenCase(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seeds: int
     flush_bytes: int
     threads: int
+    definition: DefinitionFile = DefinitionFile()
+    """Where the case's definition is imported from."""
     device: str = "cpu"
     """Where inputs, answers and shared memory lie: "cpu" or "cuda"."""
 
@@ -259,6 +270,7 @@ class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     min_bytes: float
     seconds: float
     settings: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):

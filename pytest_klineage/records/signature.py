@@ -48,7 +48,10 @@ def permuted(name: str, dtype: str, shape: tuple[int, ...], order: tuple[int, ..
 
 
 class Signature(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a kernel in the order of the native ABI."""
+    """Arguments of a kernel in the order of the native ABI.
+
+    A tensor that is among inputs and outputs is one piece of memory, which the kernel overwrites in place.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
@@ -58,6 +61,11 @@ class Signature(msgspec.Struct, frozen=True, kw_only=True):
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(spec.num_elements * DTYPES[spec.dtype] for spec in (*self.inputs, *self.outputs))
+
+    @property
+    def inout(self) -> frozenset[str]:
+        """Names of the tensors that are overwritten in place."""
+        return frozenset(spec.name for spec in self.inputs) & frozenset(spec.name for spec in self.outputs)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +82,18 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     inputs: tuple[Placement, ...]
     outputs: tuple[Placement, ...]
+
+    @property
+    def inout(self) -> tuple[Placement, ...]:
+        """Inputs that the kernel overwrites in place: they are outputs too, at the same offset."""
+        offsets = {item.offset for item in self.outputs}
+        return tuple(item for item in self.inputs if item.offset in offsets)
+
+    @property
+    def separate(self) -> tuple[Placement, ...]:
+        """Outputs with memory of their own: what a kernel is given as outputs."""
+        offsets = {item.offset for item in self.inputs}
+        return tuple(item for item in self.outputs if item.offset not in offsets)
 
 
 class Arena(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from pytest_klineage.errors import UnknownName
+from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.extensions import extensions
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references.base import Reference, Trial, Variant
 from pytest_klineage.references.cublas import CublasReference
 from pytest_klineage.references.cudnn import CudnnReference
 from pytest_klineage.references.fla import FlaReference
 from pytest_klineage.references.flashinfer import FlashInferReference
+from pytest_klineage.references.functions import COMPILED, DEFINITION, is_function, own_reference
 from pytest_klineage.references.refusals import UnsupportedCase
 from pytest_klineage.references.torch import TorchReference
 from pytest_klineage.references.vendor import VendorReference
 
-__all__ = ["REFERENCES", "Reference", "Trial", "UnsupportedCase", "Variant", "alternatives", "reference"]
+__all__ = [
+    "REFERENCES", "Reference", "Trial", "UnsupportedCase", "Variant", "alternatives", "reference", "reference_of",
+]  # fmt: skip
 
 LIBRARIES = (TorchReference(), CublasReference(), CudnnReference(), FlashInferReference(), FlaReference())
 REFERENCES: dict[str, Reference] = {chosen.name: chosen for chosen in (*LIBRARIES, VendorReference(LIBRARIES))}
+SHIPPED = frozenset(REFERENCES)
+"""Names of those that this package brings; they know its own operators only."""
 
 
 def reference(name: str) -> Reference:
-    """The reference of this name. Raises UnknownName, which lists the valid ones."""
-    if name not in REFERENCES:
-        raise UnknownName("reference", name, REFERENCES)
-    return REFERENCES[name]
+    """The reference of this name, shipped or of another package. Raises UnknownName, which lists the valid ones."""
+    if name in REFERENCES:
+        return REFERENCES[name]
+    others = extensions("references")
+    if name not in others:
+        raise UnknownName("reference", name, [*REFERENCES, *others, COMPILED, "package.module:function"])
+    found = others[name].load()
+    made = found() if isinstance(found, type) else found
+    if not isinstance(made, Reference):
+        raise UsageError(f"{others[name].package} registers {others[name].point.value} as a reference; it is {made!r}")
+    REFERENCES[name] = made
+    return made
+
+
+def reference_of(case: KernelCase) -> Reference:
+    """The reference of a case: a shipped one, another package's, a function of the user's, or the definition itself.
+
+    Raises UnknownName, which lists the valid ones.
+    """
+    if is_function(case.reference) or (case.definition is not None and case.reference in (DEFINITION, COMPILED)):
+        return own_reference(case)
+    return reference(case.reference)
 
 
 def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
@@ -31,7 +55,7 @@ def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
 
     One that would ask only those who have refused is none.
     """
-    refused = reference(case.reference).asks(case.operator)
+    refused = reference_of(case).asks(case.operator)
 
     def takes(name: str) -> bool:
         chosen = REFERENCES[name]

@@ -35,6 +35,12 @@ class Trial:
     """Name of a variant that was chosen before; empty to compare all."""
     only_ms: float = 0.0
     """Its median when it was compared, in milliseconds; 0 where that is not known."""
+    definition: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    """Of a user's operator: its definition on the inputs in order, with results in their declared types."""
+    named: Mapping[str, Any] = field(default_factory=dict)
+    """Axes, options and scalars by name, for functions that take them."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Absolute paths of files that references are functions of, by the names in the case."""
 
     @property
     def device(self) -> torch.device:
@@ -73,6 +79,8 @@ class Reference(ABC):
     platforms: ClassVar[tuple[str, ...]]
     remedy: ClassVar[str]
     """The command that installs what it needs."""
+    needs_trial: ClassVar[bool] = False
+    """Whether it wants tensors to try itself on, on a CPU too."""
 
     @abstractmethod
     def operators(self) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def loaded_versions(cuda: str | None) -> dict[str, str]:
 
 
 class CublasReference(DeviceReference):
-    """Row-major a, b and c as the case has them: no copy, no allocation, an output that is there already."""
+    """a, b and c with the strides that the case gives them: no copy, no allocation, an output that is there already."""
 
     name: ClassVar[str] = "cublas"
     remedy: ClassVar[str] = "pip install torch"

@@ -198,6 +198,9 @@ def _judged(
     if pin.machine.device != (device := verdict.machine.device if verdict.machine else ""):
         message = f"it was pinned on {pin.machine.device}; this is {device or 'an unknown device'}"
         return Outcome.OTHER_DEVICE, message, again, None
+    if pin.case.definition != verdict.case.definition:
+        message = "the definition of its operator has changed since it was pinned"
+        return Outcome.OTHER_DEFINITION, message, again, None
     differences = reference_differences(pin.reference, verdict.reference)
     if pin.case.reference != verdict.case.reference:
         differences.insert(0, f"reference {pin.case.reference} then, {verdict.case.reference} now")

@@ -49,7 +49,8 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     """
     if only_built(verdicts):
         return [build_summary(verdicts)]
-    lines = [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
+    lines = [line for line in _sweeps(verdicts) for line in _wrapped(line, width, indent="    ")]
+    lines += [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
     doubtful = [verdict for verdict in verdicts if uncertain(verdict)]
     if doubtful:
         scored = sum(verdict.scored for verdict in verdicts)
@@ -193,6 +194,29 @@ def _elided(text: str, size: int) -> str:
     head = (size - 2 + 1) // 2
     tail = size - 2 - head
     return f"{text[:head]}..{text[len(text) - tail :]}"
+
+
+def _sweeps(verdicts: Sequence[Verdict]) -> list[str]:
+    """A line for every operator that one kernel was judged on at several shapes: its mean, and the worst of them."""
+    groups: dict[tuple[str, ...], list[Verdict]] = {}
+    for verdict in verdicts:
+        case = verdict.case
+        key = (case.operator, case.dtype, case.reference, repr(sorted(case.options.items())), verdict.label)
+        groups.setdefault(key, []).append(verdict)
+    return [_sweep(group) for group in groups.values() if len({str(item.case.shape) for item in group}) > 1]
+
+
+def _sweep(verdicts: Sequence[Verdict]) -> str:
+    """One operator's line."""
+    case, timed = verdicts[0].case, [item for item in verdicts if item.scored and item.timing is not None]
+    name = " ".join(filter(None, (case.operator, case.dtype, verdicts[0].label)))
+    summary = summarise(verdicts)
+    if not timed or summary.geomean is None:
+        return f"{name}: none of {len(verdicts)} shapes scored"
+    worst = min(timed, key=lambda item: item.timing.speedup.estimate if item.timing else 0.0)
+    where = "x".join(map(str, worst.case.shape.values()))
+    mean = f"geomean {ratio(summary.geomean)}x over {len(timed)} of {len(verdicts)} shapes"
+    return f"{name}: {mean}, worst {ratio(worst.timing.speedup.estimate if worst.timing else 0.0)}x at {where}"
 
 
 def _geomean(verdicts: Sequence[Verdict], label: str) -> str:

@@ -99,6 +99,9 @@ class SurfaceBackend(ABC):
 class Loaded(ABC):
     """A kernel in this process."""
 
+    copied_under_the_clock: ClassVar[bool] = True
+    """Whether what it returns is copied to the outputs as a part of its call: nothing can be computed after that."""
+
     @abstractmethod
     def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:
         """Prepare a call on one slot, so that the timed call does nothing but call."""

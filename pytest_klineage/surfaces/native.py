@@ -11,7 +11,20 @@ from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, SurfaceF
 ABI_VERSION = 1
 MAX_DIMS = 8
 ERROR_BYTES = 512
-DTYPE_CODES = {"fp64": 1, "fp32": 2, "fp16": 3, "bf16": 4, "int64": 5, "int32": 6, "uint8": 7}
+DTYPE_CODES = {
+    "fp64": 1,
+    "fp32": 2,
+    "fp16": 3,
+    "bf16": 4,
+    "int64": 5,
+    "int32": 6,
+    "uint8": 7,
+    "fp8_e4m3": 8,
+    "fp8_e5m2": 9,
+    "int16": 10,
+    "int8": 11,
+    "bool": 12,
+}
 INCLUDE_DIR = Path(__file__).parent / "include"
 HEADER = INCLUDE_DIR / "klineage.h"
 
@@ -83,7 +96,7 @@ class NativeKernel(Loaded):
 
     def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:
         inputs = (CTensor * len(slot.inputs))(*(c_tensor(memory, item) for item in slot.inputs))
-        outputs = (CTensor * len(slot.outputs))(*(c_tensor(memory, item) for item in slot.outputs))
+        outputs = (CTensor * len(slot.separate))(*(c_tensor(memory, item) for item in slot.separate))
         values = (CScalar * max(1, len(scalars)))(*(CScalar(name.encode(), value) for name, value in scalars.items()))
         error = ctypes.create_string_buffer(ERROR_BYTES)
         call = CCall(

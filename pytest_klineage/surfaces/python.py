@@ -90,8 +90,8 @@ class PythonKernel(Loaded):
         named: dict[str, Any] = {
             name: int(value) if value == int(value) else value for name, value in scalars.items() if name in self._names
         }
-        if "out" in self._names:
-            outputs = tuple(tensor_view(memory, placement) for placement in slot.outputs)
+        if "out" in self._names and slot.separate:
+            outputs = tuple(tensor_view(memory, placement) for placement in slot.separate)
             named["out"] = outputs if len(outputs) > 1 else outputs[0]
 
             def fill() -> None:
@@ -118,7 +118,10 @@ def tensor_view(memory: MappedMemory, placement: Placement) -> Any:
     """A torch tensor over a piece of an arena, with the strides of its spec."""
     import torch
 
-    names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    names = {
+        "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn",
+        "fp8_e5m2": "float8_e5m2",
+    }  # fmt: skip
     spec = placement.spec
     dtype = getattr(torch, names.get(spec.dtype, spec.dtype))
     flat = memory.bytes[placement.offset : placement.offset + placement.num_bytes].view(dtype)

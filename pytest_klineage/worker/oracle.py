@@ -16,7 +16,8 @@ import torch
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import KlineageError
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.resolve import adopt
 from pytest_klineage.records import Check, Code, Reason, Signature, is_at_the_edge
 from pytest_klineage.records.messages import (
     CANDIDATE_FRAME_BYTES,
@@ -47,8 +48,9 @@ if TYPE_CHECKING:
     from pytest_klineage.worker.device.oracle import Blocks
 
 KEPT_CASES = 4
-NOVEL_EVERY = 4
-"""One of so many pairs gets inputs that were made for it alone: who answers from memory is slower there."""
+NOVEL_EVERY, NOVEL_EVERY_AT_FIRST, FIRST_NOVEL = 4, 2, 12
+"""One of so many pairs gets inputs that were made for it alone: who answers from memory is slower there. More of the
+first ones do, until there were so many, warm-up included: eight must be left for a short timing."""
 TWIN_SHARE = 0.125
 """Share of timed repetitions whose inputs differ from the previous ones in a single element."""
 
@@ -67,6 +69,7 @@ class Oracle:
         self.threads = 1
         self.schedule = Schedule()
         self.flush_buffer = torch.empty(0)
+        self.flush_bytes = 0
         self.blocks: Blocks | None = None
         """Set when the tensors lie on a GPU."""
 
@@ -83,7 +86,7 @@ class Oracle:
             try:
                 answer = handlers[type(request)](request)  # type: ignore[operator]  # keyed by the request's type
             except WorkerProblem as problem:
-                role = getattr(request, "role", self.turn)
+                role = problem.role or getattr(request, "role", self.turn)
                 answer = ProblemMessage(role=role, reasons=tuple(problem.reasons), gone=problem.gone)
             except (KlineageError, RuntimeError, ValueError, MemoryError) as error:
                 answer = OracleFault(kind=type(error).__name__, message=str(error)[:2000])
@@ -91,6 +94,7 @@ class Oracle:
 
     def open_case(self, request: OpenCase) -> Opened:
         """Make the case's problems, or take them from an earlier judgement of the same case."""
+        adopt(request.case, request.definition)
         key = request_key(request)
         if request.device == "cuda" and self.blocks is None:
             self.blocks = start_on_gpu(self)
@@ -104,9 +108,11 @@ class Oracle:
             torch.set_num_threads(1)
         self.cases.move_to_end(key)
         self.problems = self.cases[key]
+        self.schedule.begin()
+        self.flush_bytes = request.flush_bytes
         if self.blocks is None and self.flush_buffer.numel() * 4 != request.flush_bytes:
             self.flush_buffer = torch.zeros(request.flush_bytes // 4)
-        case, chosen = request.case, operator(request.case.operator)
+        case, chosen = request.case, operator_of(request.case)
         return Opened(
             checks=self.problems.planned(),
             findings=tuple(self.problems.findings),
@@ -114,6 +120,7 @@ class Oracle:
             min_bytes=chosen.min_bytes(case),
             seconds=self.problems.seconds,
             settings={"oracle_torch": str(torch.__version__)},
+            notes=tuple(self.problems.notes),
         )
 
     def make_problems(self, request: OpenCase) -> ProblemSet:
@@ -134,9 +141,7 @@ class Oracle:
         channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
         self.detach(Detach(role=request.role))
         case = self.problem_set().case
-        signatures = [
-            operator(case.operator).signature(case.at_shape(shape)) for shape in (case.shape, *case.also_shapes)
-        ]
+        signatures = [operator_of(case).signature(case.at_shape(shape)) for shape in (case.shape, *case.also_shapes)]
         player, arenas = self.make_player(request.role, channel, signatures)
         self.players[request.role] = player
         return player.attach(arenas, request.deadline_s)
@@ -151,6 +156,7 @@ class Oracle:
         from pytest_klineage.worker.device.rounds import DevicePlayer
 
         player = DevicePlayer(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
+        player.flush = self.blocks.flush(self.flush_bytes)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
         torch.cuda.empty_cache()
         own, *also = signatures
@@ -230,14 +236,16 @@ class Oracle:
         self.players[role].freeze(False)
 
     def freeze_others(self, role: str) -> None:
-        """Freeze every worker but one."""
+        """Freeze every worker but one. Raises WorkerProblem when one that was frozen has gone on by itself."""
         for name, player in self.players.items():
             if name != role:
                 player.freeze(True)
+                player.hold_still()
 
     def next_view(self, problems: ProblemSet, *, fresh: bool) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to."""
-        if not (fresh and problems.novel_is_cheap and self.schedule.novel_is_due()):
+        due = not problems.has_symmetry or (problems.novel_is_cheap and self.schedule.novel_is_due())
+        if not (fresh and due):
             return self.schedule.next(problems, fresh=fresh)
         torch.set_num_threads(self.threads)
         view = Plain(problems.novel())
@@ -272,16 +280,23 @@ class Schedule:
         self.random = random.SystemRandom()
         self.last_slot = 0
         self.twin_key: str | None = None
-        self.until_novel = self.random.randrange(NOVEL_EVERY)
+        self.until_novel = self.novel_drawn = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another judgement: its new problems begin to be counted."""
+        self.until_novel, self.novel_drawn = self.random.randrange(NOVEL_EVERY_AT_FIRST), 0
 
     def novel_is_due(self) -> bool:
-        """True once in every NOVEL_EVERY calls, at a place that nobody can foresee."""
+        """True once in every few calls, at a place that nobody can foresee."""
         if self.twin_key is not None:
             return False
         self.until_novel -= 1
         if self.until_novel >= 0:
             return False
-        self.until_novel = NOVEL_EVERY - 1 + self.random.randrange(-1, 2)
+        self.novel_drawn += 1
+        every = NOVEL_EVERY_AT_FIRST if self.novel_drawn < FIRST_NOVEL else NOVEL_EVERY
+        self.until_novel = every - 1 + self.random.randrange(-1, 2)
         return True
 
     def slot(self, *, fresh: bool) -> int:
@@ -321,4 +336,5 @@ def as_timed(reason: Reason) -> Reason:
 def request_key(request: OpenCase) -> bytes:
     """Identity of a case's problems."""
     return msgspec.json.encode((request.case.operator, request.case.shape, request.case.dtype, request.case.options,
-                                request.case.also_shapes, request.secret, request.seeds, request.device))  # fmt: skip
+                                request.case.also_shapes, request.case.definition, request.secret, request.seeds,
+                                request.device))  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -34,10 +34,10 @@ def generator(secret: str, *purpose: object, device: str = "cpu") -> torch.Gener
 class Problem:
     """One set of inputs with its expected outputs."""
 
-    def __init__(self, case: KernelCase, regime: str, inputs: Tensors) -> None:
+    def __init__(self, case: KernelCase, regime: str, inputs: Tensors, bounds: dict[str, float] | None = None) -> None:
         self.case, self.regime = case, regime
         self.inputs = inputs
-        self.expected = Expected(operator(case.operator), case, inputs)
+        self.expected = Expected(operator_of(case), case, inputs, bounds)
 
 
 class Disguised:
@@ -48,7 +48,7 @@ class Disguised:
         case = problem.case
         device = next(iter(problem.inputs.values())).device.type
         random = generator(key, "disguise", device=device)
-        self.inputs, self.undo = operator(case.operator).disguise(case, problem.inputs, random)
+        self.inputs, self.undo = operator_of(case).disguise(case, problem.inputs, random)
 
 
 class Plain:
@@ -69,9 +69,12 @@ class ProblemSet:
     def __init__(self, request: OpenCase) -> None:
         started = time.monotonic()
         self.case, self.secret, self.device = request.case, request.secret, request.device
-        chosen = operator(self.case.operator)
-        self.findings = lint_case(chosen, self.case, self.random("lint"))
+        chosen = operator_of(self.case)
         default = chosen.regimes[0]
+        self.notes = chosen.examine(self.case, chosen.make_inputs(self.case, self.random("examine"), default))
+        self.findings = lint_case(chosen, self.case, self.random("lint"))
+        chosen.object_to(self.findings)
+        self.has_symmetry = chosen.has_symmetry(self.case)
         self.timed = [
             Problem(self.case, default, chosen.make_inputs(self.case, self.random(default, seed), default))
             for seed in range(request.seeds)
@@ -97,9 +100,10 @@ class ProblemSet:
 
     def novel(self) -> Problem:
         """A problem of the default regime that nobody has seen, with its answer."""
-        chosen = operator(self.case.operator)
+        chosen = operator_of(self.case)
         inputs = chosen.make_inputs(self.case, self.random("novel", secrets.token_hex(16)), chosen.regimes[0])
-        return Problem(self.case, chosen.regimes[0], inputs)
+        bounds = None if self.has_symmetry else self.timed[0].expected.bounds
+        return Problem(self.case, chosen.regimes[0], inputs, bounds)
 
     def planned(self) -> tuple[PlannedCheck, ...]:
         """What the checks are, for the judge's progress."""

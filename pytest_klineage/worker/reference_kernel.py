@@ -6,18 +6,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.operators import DEFAULT_REGIME, operator
-from pytest_klineage.records import KernelCase, Slot, TensorSpec
+from pytest_klineage.operators import DEFAULT_REGIME, OpenOperator, operator_of
+from pytest_klineage.operators.resolve import adopt, search_also
+from pytest_klineage.records import DefinitionFile, KernelCase, Slot, TensorSpec
 from pytest_klineage.records.messages import Job
-from pytest_klineage.references import Trial, Variant, reference
+from pytest_klineage.references import Trial, Variant, reference_of
 from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory
 from pytest_klineage.surfaces.python import tensor_view
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from pytest_klineage.references.base import Call, Tensors
 
+NOWHERE = DefinitionFile()
 TRIAL_SEED = 20260401
 """Variants are compared on the same numbers every time; what is timed later has others."""
 
@@ -25,16 +29,21 @@ TRIAL_SEED = 20260401
 class ReferenceKernel(Loaded):
     """The prepared call of a reference for one case."""
 
+    # It is trusted, and what it returns is what a user of the library works on.
+    copied_under_the_clock = False
+
     def __init__(self, job: Job) -> None:
         if job.case is None:
             raise ValueError("a reference needs its case")
-        chosen = reference(job.case.reference)
+        search_also(job.definition.search)
+        adopt(job.case, job.definition)
+        chosen = reference_of(job.case)
         chosen.check(job.case, job.platform)
         try:
             if job.platform == "cpu":
-                self._call = chosen.prepare(job.case)
+                self._call = chosen.prepare(job.case, trial_on_cpu(job) if chosen.needs_trial else None)
             else:
-                self._call = prepared_on_gpu(job.case, job.platform, job.variant, job.variant_ms)
+                self._call = prepared_on_gpu(job.case, job.platform, job.variant, job.variant_ms, job.definition)
         except MissingDependency as missing:
             # The judge knows an absent module by these words, whoever misses it, and skips with the remedy.
             raise ModuleNotFoundError(f"No module named {missing.what!r}") from None
@@ -76,28 +85,57 @@ class Converted:
         return self._variant.call(self._ready, self._outputs)
 
 
-def prepared_on_gpu(case: KernelCase, platform: str, only: str = "", only_ms: float = 0.0) -> Call:
+def prepared_on_gpu(
+    case: KernelCase, platform: str, only: str = "", only_ms: float = 0.0, definition: DefinitionFile = NOWHERE
+) -> Call:
     """The prepared call, after its variants, or the one named, ran on random tensors, whose memory is given back.
 
     `only_ms`: the median of the one that is named when it was compared, in milliseconds; 0 where that is not known.
     """
     import torch
 
-    call = reference(case.reference).prepare(case, replace(trial_of(case, platform), only=only, only_ms=only_ms))
+    trial = replace(trial_of(case, platform), only=only, only_ms=only_ms, files=definition.files)
+    call = reference_of(case).prepare(case, trial)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return call
+
+
+def trial_on_cpu(job: Job) -> Trial:
+    """What a reference on a CPU is tried on, for those that want it. Raises ValueError for a job without a case."""
+    if job.case is None:
+        raise ValueError("a reference needs its case")
+    return replace(trial_of(job.case, "cpu", "cpu"), only=job.variant, files=job.definition.files)
 
 
 def trial_of(case: KernelCase, platform: str, device: str = "cuda") -> Trial:
     """Random inputs of the operator's default distribution, and outputs, with the strides of the case's signature."""
     import torch
 
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     made = chosen.make_inputs(case, torch.Generator(device).manual_seed(TRIAL_SEED), DEFAULT_REGIME)
     signature = chosen.signature(case)
     inputs = {spec.name: empty(spec, device).copy_(made[spec.name]) for spec in signature.inputs}
-    return Trial(platform, inputs, {spec.name: empty(spec, device).zero_() for spec in signature.outputs})
+    outputs = {spec.name: inputs.get(spec.name, empty(spec, device).zero_()) for spec in signature.outputs}
+    own, named = None, dict[str, Any](signature.scalars)
+    if isinstance(chosen, OpenOperator):
+        own, named = own_definition(chosen, case), chosen.sizes(case)
+    return Trial(platform, inputs, outputs, definition=own, named=named)
+
+
+def own_definition(chosen: OpenOperator, case: KernelCase) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The definition of a user's operator with the case's options, results in their declared types."""
+    from pytest_klineage.operators.distributions import torch_dtype
+
+    dtypes = [torch_dtype(spec.dtype) for spec in chosen.signature(case).outputs]
+    named, function = chosen.keywords(case), chosen.function
+
+    def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = function(*inputs, **named)
+        values = results if isinstance(results, tuple | list) else (results,)
+        return tuple(value.to(dtype) for value, dtype in zip(values, dtypes, strict=True))
+
+    return call
 
 
 def empty(spec: TensorSpec, device: str) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import socket
 import struct
 import sys
@@ -36,9 +35,10 @@ from pytest_klineage.records.messages import (
     Sample,
     Stop,
 )
-from pytest_klineage.worker.host.arena import OracleArena, is_poison, poison
+from pytest_klineage.worker.host.arena import OracleArena, as_integers, is_poison, poison
 from pytest_klineage.worker.host.scheduling import waited_ns
 from pytest_klineage.worker.problems import Disguised, Plain
+from pytest_klineage.worker.stopping import Stopper
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 EARLY_SAMPLES = 256
 """Elements of every output that are read the moment the call returns."""
 COPIES_ALLOWED = 4
-"""How many copies of the outputs may pass, in time, between a call's return and its result: cold pages, two hops."""
+"""How many copies of a reference's outputs may pass, in time, between its return and its result: cold pages, two hops.
+A candidate's are copied before it has returned."""
 SETTLE_S = 0.05
 """How long a wrong output is given to change: if it does, work went on after the call had returned."""
 
@@ -64,9 +65,11 @@ View: TypeAlias = Disguised | Plain
 class WorkerProblem(Exception):
     """A worker failed; the reasons say how. Caught by the oracle and sent to the judge."""
 
-    def __init__(self, *reasons: Reason, gone: bool = False) -> None:
+    def __init__(self, *reasons: Reason, gone: bool = False, role: str = "") -> None:
         super().__init__(reasons[0].message if reasons else "the worker is gone")
         self.reasons, self.gone = reasons, gone
+        self.role = role
+        """Whose problem it is, where that is not who was at work."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +88,7 @@ class Player:
         self.arenas: Sequence[OracleArena] = ()
         self.previous: list[ReturnedTensor] = []
         self.pid: int | None = None
-        self.pidfd: int | None = None
-        self.frozen = False
+        self.stopper: Stopper | None = None
 
     def attach(self, arenas: Sequence[OracleArena], deadline_s: float) -> Attached:
         """Wait until the worker has loaded its kernel, then share the arenas with it."""
@@ -101,7 +103,7 @@ class Player:
 
     def _recognise(self, deadline_s: float) -> None:
         """Take hold of the process that answers: the system itself writes the sender's id beside the message."""
-        if self.pidfd is not None:
+        if self.stopper is not None:
             return
         self.channel.sock.settimeout(deadline_s)
         size = struct.calcsize("3i")
@@ -110,25 +112,33 @@ class Player:
             for level, kind, credentials in beside:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
                     self.pid = struct.unpack("3i", credentials[:size])[0]
-                    self.pidfd = os.pidfd_open(self.pid)
+                    self.stopper = Stopper(self.pid)
 
     def freeze(self, frozen: bool) -> None:
         """Stop the worker's process with all its threads, or let it go on.
 
         Threads that work, or spin, while the other side is at work would make that slower.
         """
-        if self.pidfd is None or frozen == self.frozen:
+        if self.stopper is None or frozen == self.stopper.stopped:
             return
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.pidfd, signal.SIGSTOP if frozen else signal.SIGCONT)
-        self.frozen = frozen
+        if frozen:
+            self.stopper.stop()
+        else:
+            self.hold_still()
+            self.stopper.go_on()
+
+    def hold_still(self) -> None:
+        """Raise WorkerProblem when a process that was stopped has gone on by itself."""
+        if self.stopper is None or not (how := self.stopper.broke_out()):
+            return
+        message = f"the kernel's process undid its stop, with which the other side has the machine to itself: {how}"
+        raise WorkerProblem(Reason(code=Code.TAMPERING, message=message), role=self.role)
 
     def close(self) -> None:
         """Tell the worker to stop and let go of it."""
-        self.freeze(False)
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
+        if self.stopper is not None:
+            self.stopper.close()
+            self.stopper = None
         with contextlib.suppress(ChannelClosed):
             self.channel.send(Stop())
         self.channel.close()
@@ -164,9 +174,7 @@ class Player:
     ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
         nonce = secrets.randbits(48)
         request = Run(arena=arena_index, slot=slot, nonce=nonce)
-        flat = {
-            name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
-        }
+        flat = {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
         waited = self._waited_ns()
         started = time.perf_counter_ns()
@@ -179,10 +187,11 @@ class Player:
         looked = time.perf_counter_ns()
         done = self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
         if done.tensors:
-            # A kernel that returns its outputs has them copied after the call; there is nothing early to look at. What
-            # takes longer than copying belongs to the call: it may have been announced before the work was done.
-            early = {}
-            wall_ns += max(0, time.perf_counter_ns() - looked - COPIES_ALLOWED * arena.copy_ns)
+            # What a reference returns is copied after its call. What a candidate returns is there by now, and whatever
+            # it still does belongs to the call: it may have been announced before the work was done.
+            copies = COPIES_ALLOWED if self.role == "reference" else 0
+            early = {} if copies else early
+            wall_ns += max(0, time.perf_counter_ns() - looked - copies * arena.copy_ns)
         if not 0 < returned.elapsed_ns <= wall_ns:
             raise WorkerProblem(
                 Reason(
@@ -251,7 +260,12 @@ class Player:
             arena.paint_guards()
             reasons.append(Reason(code=Code.OUT_OF_BOUNDS, message=f"memory beside {', '.join(names)} was overwritten"))
         if "input_integrity" in defences:
-            changed = [name for name, tensor in arena.inputs(slot).items() if not same_bits(tensor, view.inputs[name])]
+            overwritten = {item.spec.name for item in arena.arena.slots[slot].inout}
+            changed = [
+                name
+                for name, tensor in arena.inputs(slot).items()
+                if name not in overwritten and not same_bits(tensor, view.inputs[name])
+            ]
             if changed:
                 reasons.append(
                     Reason(code=Code.INPUT_MUTATED, message=f"the kernel changed its input {', '.join(changed)}")
@@ -283,8 +297,15 @@ def storage_extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in order, as integers: few operations know 8-bit floats."""
+    return as_integers(tensor.as_strided((storage_extent(tensor),), (1,)))
+
+
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bitwise equality, NaN included."""
+    if left.element_size() == 1:
+        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
     if torch.equal(left, right):
         return True
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
@@ -324,7 +345,7 @@ def compare(
             )
     for name, (where, seen) in early.items():
         live = arena.outputs(slot)[name]
-        settled = live.as_strided((storage_extent(live),), (1,))[where]
+        settled = flat_bits(live)[where]
         if not same_bits(seen, settled):
             message = f"output {name} still changed after the call had returned"
             reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))

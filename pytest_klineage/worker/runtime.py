@@ -20,7 +20,7 @@ from pytest_klineage.records.messages import Job, Loaded, LoadFailed
 from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import Loaded as LoadedKernel
-from pytest_klineage.worker.host.calls import CallLoop
+from pytest_klineage.worker.host.calls import CallLoop, materialise_if_needed
 from pytest_klineage.worker.host.scheduling import MainThread
 from pytest_klineage.worker.sandbox import containment
 
@@ -34,7 +34,7 @@ GPU_VARIABLES = (
 """What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
 """How many threads there are, and where OpenMP binds them."""
-REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")
 """Where a reference keeps what it has compiled. No candidate may write to these folders."""
 SYSTEM_PATHS = (
     "/usr",
@@ -61,6 +61,9 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     try:
         # A GPU's context and its clock come first: the driver opens its files here, and binds them to no candidate.
         clock = device_clock(job) if on_gpu(job) else None
+        materialise_if_needed()
+        # What is frozen is not found by looking through all objects.
+        gc.freeze()
         containment_report = contain(job, active)
         kernel = load(job)
         if job.sandbox and clock is None and not surface_needs_torch(job):
@@ -181,9 +184,9 @@ def settings(job: Job) -> dict[str, str]:
     """Thread counts and flags in force, for the record."""
     report = {"threads": str(job.threads), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "")}
     if job.surface == "reference" and job.case is not None:
-        from pytest_klineage.references import reference
+        from pytest_klineage.references import reference_of
 
-        report.update(reference(job.case.reference).describe(job.case))
+        report.update(reference_of(job.case).describe(job.case))
     return report
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.records import DTYPES, Code, KernelCase, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.records.messages import Job, Loaded, LoadFailed
@@ -84,7 +84,7 @@ def call_twice(job: Job) -> list[str]:
 
     if job.case is None:
         raise HarnessError("the job names no case")
-    signature = operator(job.case.operator).signature(job.case)
+    signature = operator_of(job.case).signature(job.case)
     inputs = host_inputs(job.case, signature)
     # The context comes first, as in every worker on a GPU: the driver, and the tool in it, open their files here.
     handle = open_context()
@@ -109,7 +109,7 @@ def host_inputs(case: KernelCase, signature: Signature) -> list[torch.Tensor]:
     """Well-conditioned inputs in host memory, in the order and with the strides of the signature."""
     import torch
 
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     made = chosen.make_inputs(case, torch.Generator().manual_seed(SEED), chosen.regimes[0])
     return [
         torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype)).copy_(made[spec.name])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.records.messages import End, Ended, Job, Spawn, Spawned, ToTemplate
-from pytest_klineage.worker.sandbox import containment
+from pytest_klineage.worker.sandbox import containment, refusal
 
 LIBRARY_NAMES = re.compile(
     r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so",
@@ -49,6 +49,7 @@ class Template:
 
             # The first tensor initialises the allocator and the type system; a fork inherits them for nothing.
             torch.zeros(1)
+            refusal.prepare()
         self.own_libraries = mapped_libraries(os.getpid(), os.devnull)
         gc.collect()
         gc.freeze()

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
@@ -130,6 +131,8 @@ def run_trial(
         pytest.skip(f"{NEEDS}; {name} {'is recorded' if models.is_recorded(name) else 'is not recorded'}")
     if models.is_replay and not models.is_recorded(name):
         pytest.skip(f"no trajectory {models.path(name)} is recorded")
+    if models.is_done(name):
+        pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     expert, case = expert_of(session.platform, operator), case_of(session.platform, operator)
     config = request.config
     steps = int(_recorded(models, name).get("steps", config.getoption("--steps") or STEPS))
@@ -164,7 +167,9 @@ def telling(session: KlineageSession, name: str) -> Callable[[StepProgress], Non
     return tell
 
 
-def judging(session: KlineageSession, gate: Gate, expert: KernelSource, nodeid: str, *, keep: str | None) -> Judge:
+def judging(
+    session: KlineageSession, gate: Gate | ExecutorGate, expert: KernelSource, nodeid: str, *, keep: str | None
+) -> Judge:
     """A judge that times against the expert, and keeps every verdict: in the run store, and with `keep` in results/."""
 
     def judge(case: KernelCase, source: KernelSource) -> Verdict:

@@ -15,10 +15,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shelf import begun_of, verified_lineages  # isort: skip
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.lab.induction.admit import Compare
 from pytest_klineage.lab.induction.lift_groups import grouped, sites_of
-from pytest_klineage.lab.induction.verdicts import judged_in_peace
+from pytest_klineage.lab.induction.verdicts import GateJudge, judged_in_peace
 from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.llm import Session
 from pytest_klineage.lab.llm.replay import ReplayBackend
@@ -71,21 +72,19 @@ def quickly(klineage_session: KlineageSession) -> Iterator[Compare]:
 
 
 @pytest.fixture(scope="session")
-def trial_gate(klineage_session: KlineageSession) -> Iterator[Gate]:
+def trial_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGate]:
     """The gate that trials are judged by."""
     with gate_with(klineage_session, TRIAL) as gate:
         yield gate
 
 
 @pytest.fixture(scope="session")
-def carefully(trial_gate: Gate) -> Compare:
+def carefully(trial_gate: Gate | ExecutorGate) -> Compare:
     """Compares two kernels for a trial; again when others used the machine meanwhile.
 
     Raises UsageError when they do not stop: such a verdict says nothing, and a trajectory would keep it.
     """
-
-    def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
-        return trial_gate.judge(case, source, reference_source=against)
+    judge = GateJudge(trial_gate)
 
     def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
         verdict = judged_in_peace(judge, case, source, against)
@@ -99,9 +98,9 @@ def carefully(trial_gate: Gate) -> Compare:
     return compare
 
 
-def gate_with(session: KlineageSession, settings: dict[str, Any]) -> Gate:
+def gate_with(session: KlineageSession, settings: dict[str, Any]) -> Gate | ExecutorGate:
     """A gate with these settings, but for what the user gave. Its processes start when it is first asked."""
-    return Gate(session.platform, GateSettings(**(settings | session.settings.gate)), progress=session.progress)
+    return session.gate_with(GateSettings(**(settings | session.settings.gate)))
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 # Not after the package's imports: it lies beside this file.
 from shelf import begun_of  # isort: skip
 
-from pytest_klineage.errors import KlineageError
+from pytest_klineage.errors import KlineageError, Waiting
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.gate import Gate
 from pytest_klineage.lab.induction.admit import REPAIRS, Compare, problem_with, roundtrip
 from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
@@ -83,7 +84,7 @@ def test_card_still_works(
 
 def test_admit(
     folder: Path, lineages: list[StoredLineage], shapes: Shapes, klineage_models: Models, carefully: Compare,
-    trial_gate: Gate, needs: Callable[[str], None], say: Callable[[str], None],
+    trial_gate: Gate | ExecutorGate, needs: Callable[[str], None], say: Callable[[str], None],
 ) -> None:  # fmt: skip
     """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
     needs("model")
@@ -107,6 +108,8 @@ def test_admit(
                 say(f"{card.name}: {problem}")
                 continue
             told.append(attempt(folder, card, target, klineage_models, carefully, machine))
+        except Waiting:
+            raise
         except KlineageError as error:
             pytest.fail(f"{card.name}: {error}", pytrace=False)
         say(f"{card.name}: {told[-1]}")
@@ -128,6 +131,8 @@ def test_replayed_trial(
     repairs = int(begun_of(trial.trajectory).settings.get("repairs", REPAIRS))
     try:
         again = roundtrip(card, trial.target, replaying(trial.trajectory), quickly, repairs=repairs)
+    except Waiting:
+        raise
     except KlineageError as error:
         pytest.fail(str(error), pytrace=False)
     recorded = trial.record.trial

@@ -13,7 +13,7 @@ import msgspec
 from evaluators.process import serve
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.operators import DEFAULT_REGIME, operator
+from pytest_klineage.operators import DEFAULT_REGIME, operator_of
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references import Variant, reference
 from pytest_klineage.worker.reference_kernel import TRIAL_SEED, prepared_on_gpu, trial_of
@@ -93,7 +93,7 @@ def refill(trial: Trial, case: KernelCase, seed: int) -> None:
     import torch
 
     random = torch.Generator(trial.device).manual_seed(seed)
-    made = operator(case.operator).make_inputs(case, random, DEFAULT_REGIME)
+    made = operator_of(case).make_inputs(case, random, DEFAULT_REGIME)
     for name, tensor in trial.inputs.items():
         tensor.copy_(made[name])
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, UnknownName, Verdict, paper_case
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
@@ -87,7 +88,7 @@ def ask(
 
     `kept` is the file of verdicts, in which the root's may stand already.
     """
-    if models.is_recorded(name) and not is_resumed(session, name):
+    if models.is_recorded(name) and not is_resumed(session, name) and not models.is_under_way(name):
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     config, expert = session.config, expert_of(session, operator)
     begun = _begun(models, name)
@@ -136,7 +137,7 @@ def is_resumed(session: KlineageSession, name: str) -> bool:
 
 
 def judging(
-    session: KlineageSession, gate: Gate, nodeid: str, method: str, *, keep: Path | None = None,
+    session: KlineageSession, gate: Gate | ExecutorGate, nodeid: str, method: str, *, keep: Path | None = None,
     known: dict[tuple[str, str], Verdict] | None = None,
 ) -> Judge:  # fmt: skip
     """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pytest_klineage import Gate, GateSettings, KernelCase, KernelSource, KlineageSession, Verdict
+from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.induction.verdicts import Judge
 
 QUICK = {"time_limit_s": 1.0, "precision": 0.05}
@@ -14,15 +15,17 @@ QUICK = {"time_limit_s": 1.0, "precision": 0.05}
 
 
 @pytest.fixture(scope="session")
-def lineage_gate(klineage_session: KlineageSession) -> Iterator[Gate]:
+def lineage_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGate]:
     """A gate that stops as soon as a sign is clear."""
     settings = GateSettings(**(QUICK | klineage_session.settings.gate))
-    with Gate(klineage_session.platform, settings, progress=klineage_session.progress) as gate:
+    with klineage_session.gate_with(settings) as gate:
         yield gate
 
 
 @pytest.fixture
-def quick_judge(request: pytest.FixtureRequest, lineage_gate: Gate, klineage_session: KlineageSession) -> Judge:
+def quick_judge(
+    request: pytest.FixtureRequest, lineage_gate: Gate | ExecutorGate, klineage_session: KlineageSession
+) -> Judge:
     """Judges by that gate; every verdict is kept with the run's records."""
 
     def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:

@@ -18,7 +18,7 @@ import pytest
 
 from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict, paper_case
 from pytest_klineage.lab.induction.keeping import TRAJECTORY_FILE, induce, replay, trajectory_settings
-from pytest_klineage.lab.induction.verdicts import Judge
+from pytest_klineage.lab.induction.verdicts import GateJudge, Judge
 from pytest_klineage.lab.induction.walk import Origin, WalkSettings
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.lineages import FOLDER, LINEAGE_FILE, read_record
@@ -99,6 +99,8 @@ def _name(expert: Expert) -> str:
 
 def _judge(session: KlineageSession, name: str) -> Judge:
     """The session's own gate, with the precision that the user asked for."""
+    if session.settings.batch is not None:
+        return GateJudge(session.gate)
 
     def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
         if session.progress is not None:

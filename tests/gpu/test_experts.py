@@ -77,11 +77,22 @@ WIDER = (
     ),
 )
 """What the experts' contracts allow beyond the naive kernels': tails, types, masks, and several tiles for each CTA."""
+EXPERT_ONLY = (
+    Neighbours("topk", "fp32", ((8, 4096, 512), (2, 262144, 2048), (3, 65537, 1), (5, 8191, 8191 // 4))),
+    Neighbours("topk", "fp16", ((8, 4096, 512), (2, 131072, 64), (3, 33, 33))),
+    Neighbours("topk", "bf16", ((8, 4096, 512), (2, 262144, 2048), (7, 16387, 100))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 512), (2, 6, 128, 64, 17000), (4, 4, 64, 64, 200))),
+    Neighbours("gdn", "bf16", ((2, 6, 128, 64, 9000), (4, 8, 64, 64, 777)), (("initial_state", True),)),
+)
+"""What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types; heads of 64; and
+what it takes slowly: sequences of several segments."""
 REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
     Neighbours("conv2d", "fp16", ((1, 32, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 96),)),
-    Neighbours("topk", "fp32", ((1, 2048, 1025),)),
+    Neighbours("topk", "fp32", ((1, 4096, 2049),)),
+    Neighbours("topk", "fp16", ((1, 262145, 8),)),
+    Neighbours("gdn", "bf16", ((1, 1, 32, 64, 64),)),
     Neighbours("gdn_cumsum", "fp32", ((4, 32, 64),)),
     Neighbours("gdn_kkt_solve", "bf16", ((1, 1, 64, 64, 64),)),
     Neighbours("gdn_fused_fwd", "bf16", ((1, 1, 128, 32, 64),)),
@@ -140,6 +151,13 @@ def test_an_expert_is_right_in_its_whole_domain(
     assert_right(judge(neighbours.case(), source), neighbours)
 
 
+@pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in EXPERT_ONLY])
+def test_an_expert_is_right_where_it_goes_beyond_the_naive_kernel(
+    neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
+) -> None:
+    assert_right(judge(neighbours.case(), kernel(neighbours.operator, Surface.CUDA, "expert", platform)), neighbours)
+
+
 @pytest.mark.parametrize("variant", ["naive", "expert"])
 @pytest.mark.parametrize("surface", [Surface.TRITON, Surface.TILELANG], ids=lambda surface: surface.value)
 def test_a_kernel_that_is_compiled_when_it_is_called_is_right(
@@ -150,7 +168,7 @@ def test_a_kernel_that_is_compiled_when_it_is_called_is_right(
     assert_right(judge(COMPILED_WHEN_CALLED.case(), source, **COMPILER_LIMITS), COMPILED_WHEN_CALLED)
 
 
-@pytest.mark.parametrize("neighbours", [pytest.param(item, id=item.name) for item in REFUSED])
+@pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in REFUSED])
 def test_what_an_expert_does_not_support_it_refuses(
     neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
 ) -> None:

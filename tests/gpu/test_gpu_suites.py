@@ -18,7 +18,7 @@ import test_gpu_corpus as corpus
 import test_gpu_references as references
 import test_gpu_verdict_time as verdict_time
 
-from pytest_klineage.operators import make_case, operator
+from pytest_klineage.operators import make_case, operator, operator_of
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import LibraryPolicy, Surface
 from pytest_klineage.surfaces.python import parse
@@ -189,7 +189,7 @@ def test_a_case_to_time_exists_and_allows_libraries(item: references.ReferenceTo
     case = item.case()
     assert case.library is LibraryPolicy.ALLOW
     assert case.reference == item.reference
-    assert operator(case.operator).flops(case) > 0
+    assert operator_of(case).flops(case) > 0
 
 
 def test_the_table_of_verdict_times_has_its_targets() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 TYPOS = {
     "operator": ('(8, 8, 8), "fp32", op="gem"', "*unknown operator 'gem'. Did you mean 'gemm'? Valid: conv2d, *topk."),
-    "no operator": ('(8, 8, 8), "fp32"', "*kernel_case needs op=, the operator: one of conv2d, *, gemm, topk"),
+    "no operator": ('(8, 8, 8), "fp32"', "*kernel_case needs op=, the operator: one of conv2d, *, gemm, topk, or one*"),
     "operator of another type": ('(8, 8, 8), "fp32", op=["gemm"]', "*unknown operator *gemm*"),
     "reference of another type": ('(8, 8, 8), "fp32", ref=["torch"], op="gemm"', "*unknown reference *torch*"),
     "dtype": ('(8, 8, 8), "f32", op="gemm"', "*unknown dtype for gemm 'f32'. *Valid: *fp32*"),

@@ -16,6 +16,7 @@ ALL = OPTIONS + LAB_OPTIONS
 SAMPLES: dict[str, tuple[str, Any]] = {
     "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
+    "executor": ("batch:asked", "batch:asked"),
     "mode": ("record", "record"),
     "stage": ("compile", "compile"),
     "artifacts": ("some/built", "some/built"),
@@ -58,6 +59,7 @@ SAMPLES: dict[str, tuple[str, Any]] = {
 BAD = {
     "compare-fail": ("3%", "'3%' is not of the form slower:3%, with a percentage above 0 and below 100"),
     "sanitize": ("memchek", "'memchek' is not one of: memcheck, racecheck, initcheck, synccheck, all"),
+    "executor": ("remote", "'remote' is not one of: local, batch:DIR"),
     "mode": ("strict", "'strict' is not one of: gate, record"),
     "stage": ("link", "'link' is not one of: all, compile"),
     "llm": ("oracle", "'oracle' is not one of: none, anthropic, command, exchange, replay"),

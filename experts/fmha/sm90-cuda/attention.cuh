@@ -8,12 +8,15 @@
 
 using namespace klineage::sm90;
 
+// Warpgroups ask for products in turns; sums over weights before they are rounded.
+constexpr int kPlain = 0, kTurns = 1, kLoose = 2;
+
 // What is fixed when the kernel is compiled. Every group is a warpgroup of 64 query rows.
 template <class Element_, int kDim_, int kGroups_, int kKeys_, int kOptions>
 struct Tile {
     using Element = Element_;
     static constexpr bool kBf16 = std::is_same_v<Element, __nv_bfloat16>;
-    static constexpr bool kDeep = kOptions & 1, kPingPong = kOptions & 4, kLooseSums = kOptions & 8;
+    static constexpr bool kPingPong = kOptions & kTurns, kLooseSums = kOptions & kLoose;
     static constexpr int kDim = kDim_, kGroups = kGroups_, kKeys = kKeys_;
     static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1), kBoxes = kDim / 64;
     static constexpr int kStages = kDim > 64 ? 2 : kKeys <= 128 ? 4 : 3, kQueryStages = kDim <= 128 ? 2 : 1;
@@ -263,74 +266,6 @@ struct Overlapped : Consumer<T> {
     }
 };
 
-// The scores of two blocks at once: those of n + 1 are computed under the softmax of n, so that no softmax waits for scores. For each block two
-// groups of products are closed, values n and scores n + 2, empty where there is none.
-template <class T>
-struct Deep : Consumer<T> {
-    using Base = Consumer<T>;
-    using typename Base::Scores, typename Base::Weights;
-    using Base::softmax, Base::p;
-    Walk<T::kRows, T::kKeys> at, ahead;
-    uint32_t n = 0;  // block `at`; `ahead` is two further
-
-    __device__ __forceinline__ Deep(const Shared<T> &s, const Problem &problem, const CUtensorMap *map) : Base(s, problem, map), at(problem), ahead(problem) {}
-
-    // Asks for the scores of block m = `ahead`. Past the end they are computed of what lies there, and not used.
-    __device__ __forceinline__ void begin(Scores &score, uint32_t m) {
-        this->multiply_keys(score, m, ahead);
-        if (ahead.live) ahead.advance(p);
-    }
-    // Asks for the values of block n and the scores of n + 2, and waits for those of n + 1.
-    __device__ __forceinline__ void pass(Scores &score, const Weights &weights, Scores &next) {
-        this->multiply_values(n, weights, !at.first);
-        begin(score, n + 2);
-        ++n, at.advance(p);
-        wgmma_wait<2>();
-        pin(next);
-    }
-    __device__ __forceinline__ void step(Scores &score, Weights &weights, Scores &next, Weights &before) {
-        this->release_keys(n, at);
-        float inverse[2];
-        if (at.first) {
-            inverse[0] = softmax.inverse(0), inverse[1] = softmax.inverse(1);
-            softmax.reset();
-        }
-        const bool shrink = this->weigh(score, weights, at);
-        wgmma_wait<1>();  // the values of the block before are there
-        pin(this->out);
-        pin_all(before);
-        this->release_values(n - 1);
-        if (at.first) this->store(at.round - 1, inverse);
-        else if (shrink) this->shrink();
-        pass(score, weights, next);
-    }
-    __device__ __forceinline__ void run() {
-        Scores even, odd;
-        Weights even_weights, odd_weights;
-        begin(even, 0);
-        begin(odd, 1);
-        wgmma_wait<1>();
-        pin(even);
-        this->release_keys(n, at);
-        softmax.reset();
-        this->weigh(even, even_weights, at);
-        pass(even, even_weights, odd);
-        for (;;) {
-            if (!at.live) return finish();
-            step(odd, odd_weights, even, even_weights);
-            if (!at.live) return finish();
-            step(even, even_weights, odd, odd_weights);
-        }
-    }
-    __device__ __forceinline__ void finish() {
-        const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
-        wgmma_wait<0>();
-        pin(this->out);
-        this->store(at.round - 1, inverse);
-        bulk_wait<0>();
-    }
-};
-
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1)
 attention(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
@@ -353,6 +288,6 @@ attention(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUt
     } else {
         if constexpr (T::kGroups == 2) registers_increase<240>();
         else registers_increase<160>();
-        std::conditional_t<T::kDeep, Deep<T>, Overlapped<T>>(shared, problem, &map_o).run();
+        Overlapped<T>(shared, problem, &map_o).run();
     }
 }

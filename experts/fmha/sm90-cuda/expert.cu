@@ -1,6 +1,8 @@
 // Attention forward for sm_90a: o = softmax(scale q k^T + mask) v by head. fp16 and bf16, head dimensions 64, 128 and 256, any lengths, all keys,
-// causal, or causal within a sliding window; several query heads may share one head of keys and values. attention.cuh is the kernel.
+// causal, or causal within a sliding window; several query heads may share one head of keys and values. attention.cuh is the kernel, full.cuh another one
+// for long fp16 sequences with head dimension 128 and no mask.
 #include "attention.cuh"
+#include "full.cuh"
 
 #include <cuda_runtime.h>
 
@@ -93,13 +95,38 @@ const char *attend(const klineage_call *call, int64_t cached = kCachedBytes) {
     return launch(attention<T>, how, map_q, map_k, map_v, map_o, p);
 }
 
+// What full.cuh computes, and where it is the faster kernel.
+bool takes_full(const klineage_call *call) {
+    const klineage_tensor &q = call->inputs[0], &k = call->inputs[1];
+    const int64_t tokens = q.shape[2];
+    return q.dtype == KLINEAGE_FLOAT16 && q.shape[3] == full::kDim && klineage_scalar_value(call, "causal", 0) == 0 && q.shape[1] == k.shape[1] &&
+           tokens == k.shape[2] && tokens >= 1000 && tokens <= 65536 && tokens % 8 == 0;
+}
+
+const char *attend_full(const klineage_call *call) {
+    const klineage_tensor &q = call->inputs[0];
+    CUtensorMap map_q, map_k, map_v, map_o;
+    if (const char *why = make_map<__half>(&map_q, q, full::kRows)) return why;
+    if (const char *why = make_map<__half>(&map_k, call->inputs[1], full::kKeys)) return why;
+    if (const char *why = make_map<__half>(&map_v, call->inputs[2], full::kKeys)) return why;
+    if (const char *why = make_map<__half>(&map_o, call->outputs[0], 64)) return why;
+    const int batch = int(q.shape[0]), heads = int(q.shape[1]), tokens = int(q.shape[2]), tiles = (tokens + full::kRows - 1) / full::kRows * heads * batch;
+    const float scale = float(klineage_scalar_value(call, "scale", 0.08838834764831845) * 1.4426950408889634);  // base-2 exponentials
+    const int count = processors();
+    if (count == 0) return "fmha: the device cannot be asked";
+    const Launch how = {unsigned(tiles < count ? tiles : count), full::kThreads, full::kSharedBytes, static_cast<cudaStream_t>(call->stream)};
+    return launch(full::fmha, how, map_q, map_k, map_v, map_o, heads, tokens, tiles, scale, 0u);
+}
+
+// The tile that was fastest for the head dimension, mask and length; NOTES.md has the table.
 template <class Element>
 const char *dispatch(const klineage_call *call) {
-    switch (call->inputs[0].shape[3]) {
-        case 64: return attend<Tile<Element, 64, 2, 128, 0>>(call);
-        case 128: return attend<Tile<Element, 128, 2, 128, 0>>(call);
-        default: return attend<Tile<Element, 256, 2, 64, 0>>(call);
-    }
+    const klineage_tensor &q = call->inputs[0];
+    const bool causal = klineage_scalar_value(call, "causal", 0) != 0, brief = q.shape[2] <= 1024;
+    if (takes_full(call)) return attend_full(call);
+    if (q.shape[3] == 64) return brief ? attend<Tile<Element, 64, 2, 128, kLoose>>(call) : attend<Tile<Element, 64, 3, 96, kTurns>>(call);
+    if (q.shape[3] == 128) return causal && brief ? attend<Tile<Element, 128, 2, 128, kTurns>>(call) : attend<Tile<Element, 128, 2, 128, kLoose>>(call);
+    return causal ? attend<Tile<Element, 256, 2, 64, kPlain>>(call, 2 * kCachedBytes) : attend<Tile<Element, 256, 2, 64, kTurns>>(call);
 }
 
 }  // namespace

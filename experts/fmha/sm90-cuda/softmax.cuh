@@ -21,7 +21,7 @@ struct Softmax {
     __device__ __forceinline__ void reset() { top[0] = top[1] = -1e30f, total[0] = total[1] = 0.f; }
 
     // Packed weights against the present references. The sums are taken over the rounded weights (fp16: two at a time), so that the rounding of
-    // a dominant key cancels in the division. False if some row grew so far that its weights may overflow.
+    // a dominant key cancels in the division, unless kLooseSums takes them as they are. False if some row grew so far that its weights may overflow.
     __device__ __forceinline__ bool weigh(const float (&score)[kScores], uint32_t (&p)[kScores / 8][4], float (&sum)[2], float scale) const {
         sum[0] = sum[1] = 0.f;
 #pragma unroll

@@ -1,244 +1,126 @@
-// GEMM for sm_90a: C[M,N] = A[M,K] B[K,N], row-major bf16, fp32 accumulation. M and N multiples of 256, K of 64 and at least 256.
+// Dense GEMM for sm_90a: c[M,N] = a[M,K] b[K,N] in bf16 or fp16 with fp32 sums; a and b row-major or column-major.
 //
-// Floor at 4096^3: 137.4 GFLOP. 128 CTAs x 4 tiles x 64 steps x 1024 clocks = 262 kclk of tensor-core time; an instrumented build of this
-// design took 275.0 kclk from first to last instruction of a CTA (95 %). The card is power-limited: the clock, not the kernel, sets the time.
-//
-// Techniques: 128x256 tiles, two consumer warpgroups with wgmma m64n256k16 (B N-major through the transpose bit), one producer thread with TMA
-// into a ring of four 48 KB stages, clusters of two that share B by multicast, persistent CTAs with a banded raster, results through stmatrix
-// and TMA stores. This file adds to stage 13 a deferred epilogue: the finished tile is packed to 64 bf16x2 registers (setmaxnreg gives the
-// consumers 232), the next tile's products start at once, and one 64-column box leaves under each of its first four steps.
-//
-// Measured 2026-11-21 on one NVIDIA H200 against cuBLAS (torch.mm with out=, torch 2.11), paired blocks in ABBA order, cold L2: median of block
-// ratios 1.0115 (48 blocks, standard deviation 0.022; 0.1866 against 0.1885 ms). Stage 13 in the same run: 1.0005. NOTES.md has every step.
-#include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
+// kernel.cuh holds the kernel as a template, launch.cuh starts it. Here are the configurations that are built, and the choice among them: the
+// smallest estimate of the time, from each one's time for a step of 64 k and for a tile's end, fitted to measurements on an H200. Tiles are
+// counted in waves of the clusters that the device holds, so that a shape takes the tile that fills its last wave best.
+#include <cmath>
 
 #include "klineage.h"
+#include "launch.cuh"
 
 namespace {
+using gemm::Config;
+using gemm::Problem;
+using gemm::Walk;
 
+// A configuration and its measured times in microseconds: a step of 64 k, and the end of a tile. A step takes `misaligned` times as long for
+// each of a and b whose rows do not all start at multiples of 128 bytes.
+struct Plan {
+    int rows, columns, split, least_k;  // rows and columns of C that a cluster computes
+    float step, tile, misaligned;
+    bool deferred;
+    int (*resident)();
+    const char *(*start)(const Problem &, const Walk &);
+};
 
-constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kThreads = 384, kStages = 4;
-constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileK * kTileN * 2, kStageBytes = kBytesA + kBytesB;
-constexpr int kBlockB = kTileK * 128;  // bytes of one block of 64 columns
-constexpr int kBoxBytes = 64 * 64 * 2;  // one output box: 64 rows of 64 columns
-constexpr int kSharedBytes = 1024 + kStages * kStageBytes + 4 * kBoxBytes + kStages * 16;
-constexpr int kCluster = 2;
-
-constexpr int kGroup = 8;  // cluster rows of a raster band: 128 CTAs cover about 2048 x 2048 of C at a time
-
-// Tiles in bands of kGroup rows, column by column inside a band: a permutation of all (rows x columns) tiles.
-__device__ __forceinline__ int2 tile_at(int index, int rows, int columns) {
-    const int band = index / (kGroup * columns), inside = index % (kGroup * columns), height = min(kGroup, rows - band * kGroup);
-    return make_int2(band * kGroup + inside % height, inside / height);
+template <class C>
+constexpr Plan plan(float step, float tile, float misaligned) {
+    return {C::kM * C::kShareB, C::kN * C::kShareA, C::kSplit,
+            C::kSplit > 1 ? C::kSplit * 2 * gemm::kTileK : C::kDefer ? (C::kDefer + 1) * gemm::kTileK : 1,
+            step, tile, misaligned, C::kDefer > 0, gemm::resident_clusters<C>, gemm::start<C>};
 }
 
-__device__ __forceinline__ uint32_t smem_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+constexpr float kMegabytesPerMicrosecond = 4.0f;  // of the device's memory
+constexpr int kLine = 64;                         // elements of 128 bytes
 
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-                 ::"r"(dst), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+// Estimated microseconds of a plan, infinite where it cannot run. Where memory decides, the shorter computation wins.
+float estimate(const Plan &plan, const Problem &p) {
+    const int held = plan.resident();
+    if (held < 1 || p.k < plan.least_k) return INFINITY;
+    const int64_t clusters = int64_t((p.m + plan.rows - 1) / plan.rows) * ((p.n + plan.columns - 1) / plan.columns);
+    const int64_t waves = (clusters + held - 1) / held;
+    const int steps = ((p.k + gemm::kTileK - 1) / gemm::kTileK + plan.split - 1) / plan.split;
+    const float slower = (p.lda % kLine ? plan.misaligned : 1.0f) * (p.ldb % kLine ? plan.misaligned : 1.0f);
+    const float computing = float(waves) * (float(steps) * plan.step * slower + plan.tile);
+    const float elements = float(p.m) * p.k + float(p.k) * p.n + float(p.m) * p.n;
+    return fmaxf(computing, elements * 2e-6f / kMegabytesPerMicrosecond) + 0.1f * computing;
 }
 
-// The same box lands at the same shared address, and signals the same barrier, in every CTA of the cluster that `ctas` names.
-__device__ __forceinline__ void tma_load_3d_multicast(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, uint16_t ctas) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%3, %4, %5}], [%2], %6;"
-                 ::"r"(dst), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(ctas) : "memory");
-}
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t cta) {
-    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(cta) : "memory");
+// A box of misaligned rows reads parts of lines, so that 256 bytes at once would fetch lines that others fetch again.
+Walk walk_of(const Plan &plan, const Problem &p) {
+    Walk walk;
+    if (plan.deferred && (p.lda % kLine || p.ldb % kLine)) walk.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    return walk;
 }
 
-__device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t src, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];\ncp.async.bulk.commit_group;"
-                 ::"l"(map), "r"(src), "r"(x), "r"(y), "r"(z) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-__device__ __forceinline__ uint32_t pack(float lo, float hi) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t *>(&pair);
-}
-
-// Shared-memory matrix descriptor with 128-byte swizzle. A (K-major): 8-row groups stride_bytes apart, `leading` unused.
-// B (N-major, transposed by the instruction): 64-column blocks leading_bytes apart, 8-row groups of k stride_bytes apart.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
-    return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
-
-// Eight accumulators as operands.
-#define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-// d[64x256] (+)= A[64x16] B[16x256]; A K-major, B N-major, both in shared memory.
-__device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, 0, 1; }"
-        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56),
-          ACC8(64), ACC8(72), ACC8(80), ACC8(88), ACC8(96), ACC8(104), ACC8(112), ACC8(120)
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// Keeps the compiler from reading accumulators before the wait that completes them.
 template <int kCount>
-__device__ __forceinline__ void pin(float (&x)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+const char *start_best(const Problem &p, const Plan (&plans)[kCount]) {
+    const Plan *best = nullptr;
+    float least = INFINITY;
+    for (const Plan &plan : plans) {
+        const float time = estimate(plan, p);
+        if (time < least) best = &plan, least = time;
+    }
+    return best ? best->start(p, walk_of(*best, p)) : "gemm: the device holds no cluster of any size that is built";
 }
 
-// Stages one 64x64 box of a warpgroup's packed results in one of its two buffers and sends it off.
-__device__ __forceinline__ void store_box(const uint32_t *packed, int box, const CUtensorMap *map, uint32_t buffers, int2 at) {
-    const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 16, half = thread % 32 / 16;
-    const uint32_t buffer = buffers + box % 2 * kBoxBytes;
-    if (thread == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // the box before last has left this buffer
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
-#pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-        const uint32_t *x = packed + box * 16 + 2 * i;
-        stmatrix_x4(buffer + row * 128 + ((i + half) ^ row % 8) * 16, x[0], x[1], x[2], x[3]);
-    }
-    asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(1 + threadIdx.x / 128) : "memory");
-    if (thread == 0) tma_store_3d(map, buffer, 0, at.x, at.y + box);
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-gemm(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_c, int m, int n, int k) {
-    extern __shared__ uint8_t smem[];
-    const uint32_t base = (smem_address(smem) + 1023) & ~1023u, staging = base + kStages * kStageBytes;
-    const uint32_t full = staging + 4 * kBoxBytes, empty = full + kStages * 8;
-    const int tid = threadIdx.x, steps = k / kTileK, rows = m / (kTileM * kCluster), columns = n / kTileN;
-    const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
-    if (tid == 0) {
-        for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 2 * kCluster);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    cluster_sync();
-    int s = 0;
-    uint32_t phase = 0;  // flips each time the ring wraps; carried across tiles
-    auto advance = [&] {
-        if (++s == kStages) s = 0, phase ^= 1;
+// What is built for a type and a layout: more tiles where both operands are row-major, as most callers have them.
+template <class T, int kA, int kB>
+const char *run_best(const Problem &p) {
+    static constexpr Plan plans[] = {
+        plan<Config<T, 128, 256, 2, 1, 2, 1, 1, kA, kB>>(0.644f, 0.52f, 1.0f),
+        plan<Config<T, 128, 128, 2, 1, 2, 1, 0, kA, kB>>(0.37f, 0.6f, 1.2f),
+        plan<Config<T, 64, 128, 1, 1, 1, 1, 0, kA, kB>>(0.205f, 0.75f, 1.6f),
+        plan<Config<T, 64, 128, 1, 1, 1, 4, 0, kA, kB>>(0.32f, 3.5f, 1.1f),
     };
-    if (tid >= 256) {  // the producer warpgroup: one thread works
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (tid == 256)
-            for (int t = first; t < rows * columns; t += stride) {
-                const int2 tile = tile_at(t, rows, columns);
-                for (int step = 0; step < steps; ++step, advance()) {
-                    const uint32_t to_a = base + s * kStageBytes;
-                    barrier_wait(empty + 8 * s, phase ^ 1);
-                    barrier_expect(full + 8 * s, kStageBytes);
-                    tma_load_3d(to_a, &map_a, full + 8 * s, 0, (tile.x * kCluster + rank) * kTileM, step);
-                    tma_load_3d_multicast(to_a + kBytesA + rank * (kBytesB / kCluster), &map_b, full + 8 * s, 0, step * kTileK,
-                                          tile.y * (kTileN / 64) + rank * (kTileN / 64 / kCluster), (1 << kCluster) - 1);
-                }
-            }
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        const int group = tid / 128;
-        const uint32_t buffers = staging + group * 2 * kBoxBytes;
-        float sum[kTileN / 2];
-        uint32_t packed[kTileN / 4];  // the last tile's results, on their way out
-        int2 at = {};                 // where they go: row, 64-column block
-        auto release = [&](int stage) {
-            if (tid % 128 < kCluster) barrier_arrive_at(empty + 8 * stage, tid % 128);
-        };
-        for (int t = first; t < rows * columns; t += stride) {
-            const int2 tile = tile_at(t, rows, columns);
-            for (int step = 0; step < steps; ++step, advance()) {
-                barrier_wait(full + 8 * s, phase);
-                const uint32_t tile_a = base + s * kStageBytes, tile_b = tile_a + kBytesA;
-                const uint64_t desc_a = matrix_descriptor(tile_a + group * 64 * 128, 16, 1024), desc_b = matrix_descriptor(tile_b, kBlockB, 1024);
-                wgmma_fence();
-#pragma unroll
-                for (int i = 0; i < kTileK / 16; ++i) wgmma_64x256x16(sum, desc_a + i * 2, desc_b + i * 128, step | i);
-                wgmma_commit();
-                if (t != first) {  // the last tile leaves under the first four steps of this one
-                    if (step == 0) store_box(packed, 0, &map_c, buffers, at);
-                    if (step == 1) store_box(packed, 1, &map_c, buffers, at);
-                    if (step == 2) store_box(packed, 2, &map_c, buffers, at);
-                    if (step == 3) store_box(packed, 3, &map_c, buffers, at);
-                }
-                if (step == 0) continue;
-                wgmma_wait<1>();  // the previous step is complete; this one runs on
-                release((s + kStages - 1) % kStages);
-            }
-            wgmma_wait<0>();
-            pin(sum);
-            release((s + kStages - 1) % kStages);
-#pragma unroll
-            for (int i = 0; i < kTileN / 4; ++i) packed[i] = pack(sum[2 * i], sum[2 * i + 1]);
-            at = make_int2((tile.x * kCluster + rank) * kTileM + group * 64, tile.y * (kTileN / 64));
-        }
-#pragma unroll
-        for (int box = 0; box < kTileN / 64; ++box) store_box(packed, box, &map_c, buffers, at);
-        asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // shared memory must outlive the stores
-    }
-    __syncwarp();
-    cluster_sync();  // nobody leaves while a peer may still signal its barriers
+    return start_best(p, plans);
+}
+template <class T>
+const char *run_rows(const Problem &p) {
+    static constexpr Plan plans[] = {
+        plan<Config<T, 128, 256, 2, 1, 2, 1, 1>>(0.644f, 0.52f, 1.0f),
+        plan<Config<T, 128, 224, 2, 1, 2, 1, 1>>(0.578f, 0.42f, 1.08f),
+        plan<Config<T, 128, 192, 2, 1, 2, 1, 1>>(0.489f, 0.42f, 1.08f),
+        plan<Config<T, 128, 160, 2, 1, 2, 1, 1>>(0.417f, 1.0f, 1.2f),
+        plan<Config<T, 256, 128, 2, 1, 2, 1, 1>>(0.644f, 0.94f, 1.1f),
+        plan<Config<T, 128, 192, 2, 2, 2, 1, 1>>(0.49f, 0.5f, 1.0f),
+        plan<Config<T, 128, 128, 2, 2, 2, 1, 0>>(0.36f, 1.2f, 1.05f),
+        plan<Config<T, 128, 128, 2, 1, 1, 1, 0>>(0.36f, 0.6f, 1.2f),
+        plan<Config<T, 64, 128, 1, 1, 1, 1, 0>>(0.205f, 0.75f, 1.6f),
+        plan<Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 1, 2>>(0.24f, 0.42f, 1.6f),
+        plan<Config<T, 64, 128, 1, 1, 1, 2, 0>>(0.312f, 1.85f, 1.1f),
+        plan<Config<T, 64, 256, 1, 1, 1, 4, 0>>(0.563f, 3.67f, 1.3f),
+    };
+    return start_best(p, plans);
+}
+
+template <class T>
+const char *run_layout(const Problem &p, int major_a, int major_b) {
+    if (major_a == 0) return major_b ? run_rows<T>(p) : run_best<T, 0, 0>(p);
+    return major_b ? run_best<T, 1, 1>(p) : run_best<T, 1, 0>(p);
+}
+
+// The stride of a matrix whose other stride is 1, or 0. Inner: the dimension that has stride 1.
+int64_t leading(const klineage_tensor &t, int inner) {
+    const int64_t stride = t.stride[1 - inner];
+    return t.stride[inner] == 1 && stride >= t.shape[inner] ? stride : 0;
 }
 
 // Why this call is refused, or nullptr.
 const char *refusal(const klineage_call *call) {
     if (call->num_inputs != 2 || call->num_outputs != 1) return "gemm reads a and b and writes c";
     const klineage_tensor &a = call->inputs[0], &b = call->inputs[1], &c = call->outputs[0];
-    for (const klineage_tensor *t : {&a, &b, &c})
-        if (t->dtype != KLINEAGE_BFLOAT16 || t->num_dims != 2 || t->stride[1] != 1 || t->stride[0] != t->shape[1])
-            return "gemm: contiguous row-major bf16 matrices only";
-    for (const klineage_tensor *t : {&a, &b, &c})
-        if (reinterpret_cast<uintptr_t>(t->data) % 16) return "gemm: matrices must be 16-byte aligned";
+    for (const klineage_tensor *t : {&a, &b, &c}) {
+        if (t->dtype != a.dtype || (t->dtype != KLINEAGE_BFLOAT16 && t->dtype != KLINEAGE_FLOAT16)) return "gemm: bf16 or fp16 matrices only";
+        if (t->num_dims != 2) return "gemm: matrices only";
+        const int64_t stride = leading(*t, 1) ? leading(*t, 1) : t == &c ? 0 : leading(*t, 0);
+        if (stride == 0) return "gemm: a and b must be row-major or column-major, c row-major";
+        if (stride % 8 || reinterpret_cast<uintptr_t>(t->data) % 16) return "gemm: rows must start at multiples of 16 bytes";
+        if (t->shape[0] > 1 << 24 || t->shape[1] > 1 << 24) return "gemm: at most 2^24 rows and columns";
+    }
     if (b.shape[0] != a.shape[1] || c.shape[0] != a.shape[0] || c.shape[1] != b.shape[1]) return "gemm: shapes do not match";
-    if (a.shape[0] % (kTileM * kCluster) || b.shape[1] % kTileN || a.shape[1] % kTileK || a.shape[1] < 4 * kTileK) return "gemm: M and N must be multiples of 256, K of 64 and at least 256";
+    if (c.shape[1] % 8) return "gemm: N must be a multiple of 8";
     return nullptr;
-}
-
-// A map of a row-major bf16 matrix as [columns/64][rows][64], so that one box is a swizzled stack of 64-column blocks.
-CUtensorMap tensor_map(const klineage_tensor &t, uint32_t box_rows, uint32_t box_blocks) {
-    static const auto encode = [] {
-        void *entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
-    const cuuint64_t dims[3] = {64, cuuint64_t(t.shape[0]), cuuint64_t(t.shape[1] / 64)}, strides[2] = {cuuint64_t(t.stride[0] * 2), 128};
-    const cuuint32_t box[3] = {64, box_rows, box_blocks}, steps[3] = {1, 1, 1};
-    CUtensorMap map;
-    encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return map;
 }
 
 }  // namespace
@@ -246,22 +128,11 @@ CUtensorMap tensor_map(const klineage_tensor &t, uint32_t box_rows, uint32_t box
 extern "C" int run(const klineage_call *call) {
     const char *why = refusal(call);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
-    const int m = int(call->inputs[0].shape[0]), n = int(call->inputs[1].shape[1]), k = int(call->inputs[0].shape[1]);
-    const auto stream = static_cast<cudaStream_t>(call->stream);
-    const CUtensorMap map_a = tensor_map(call->inputs[0], kTileM, 1), map_b = tensor_map(call->inputs[1], kTileK, kTileN / 64 / kCluster);
-    const CUtensorMap map_c = tensor_map(call->outputs[0], 64, 1);
-    cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kCluster, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(min(128, m / kTileM * (n / kTileN)));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = kSharedBytes;
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    cudaLaunchKernelEx(&config, gemm, map_a, map_b, map_c, m, n, k);
-    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "gemm: the launch failed");
+    const klineage_tensor &a = call->inputs[0], &b = call->inputs[1], &c = call->outputs[0];
+    const int major_a = leading(a, 1) ? 0 : 1, major_b = leading(b, 1) ? 1 : 0;
+    const Problem p = {a.data, b.data, c.data, int(a.shape[0]), int(b.shape[1]), int(a.shape[1]), leading(a, 1 - major_a),
+                       leading(b, major_b), leading(c, 1), static_cast<cudaStream_t>(call->stream)};
+    why = a.dtype == KLINEAGE_FLOAT16 ? run_layout<__half>(p, major_a, major_b) : run_layout<__nv_bfloat16>(p, major_a, major_b);
+    KLINEAGE_REQUIRE(call, why == nullptr, why);
     return 0;
 }

@@ -1,34 +1,63 @@
-// Exact top-k of every row of an fp32 matrix, for NVIDIA Hopper (sm_90a): values fp32, indices int64, any order inside a row,
-// any choice among equal values. Written for 64 rows of 4,096 columns and k = 512; right for up to 16,384 columns and k <= 1,024.
+// Exact top-k of every row of a matrix of fp32, fp16 or bf16, for NVIDIA Hopper (sm_90a): values of the input's type,
+// indices int64, any order inside a row, any choice among equal values. Rows of 1 to 262,144 columns, k up to 2,048.
 //
-// Floor: 1.44 MB through 4.27 TB/s are 0.34 us; an (almost) empty kernel measures 3.5 us. So latency counts, not bandwidth.
-// One block per row, one launch, one read of the row; the keys stay in registers as order-reversed codes.
-//   1. radix_select, wide_digit: the first 12 bits of the codes are counted in 4,096 bins of shared memory; every warp sums a
+// Few and short rows are bound by latency (an almost empty kernel measures 3.5 us), many or long ones by memory. So: one
+// launch, one read of the row, the keys stay in registers as order-reversed codes, and a table chooses how many threads
+// and blocks a row gets.
+//   1. radix_select, wide_digit: the first 11 or 12 bits of the codes are counted in shared memory; every warp sums a
 //      slice of the bins, and the warp whose slice holds the k-th code searches it with one shuffle scan.
-//   2. block_scan: every key below that bin is a winner; places come from one scan over lanes and warps, without atomics.
-//   3. staged_output: winners go to shared memory first and then to the output, by consecutive threads.
-//   4. rank_select: the keys of the bin itself (about 96 of 4,096 normally distributed ones) are ranked by comparing each with
-//      all; only when there are more than 512 of them does another digit narrow the bin.
+//   2. range_narrowing: when the bin of the k-th code holds too many keys, the next digit spans the least to the greatest
+//      of its codes, not the next bits: equal keys are recognized at once, clustered ones need one digit more.
+//   3. block_scan: every key below that bin is a winner; places come from one scan over lanes and warps, without atomics.
+//   4. staged_output: winners go to shared memory first and then to the output, by consecutive threads.
+//   5. rank_select: the keys of the bin itself are ranked by comparing each with all.
+//   6. cluster_reduce: a long row is spread over a cluster of up to 16 blocks. Each sends the sums of its 64 coarse bins
+//      to all others; the bin of the k-th code then needs one reading of 64 fine bins per block. Every block writes its
+//      winners; the first one collects the candidates through distributed shared memory and selects among them.
 // NaNs are ordered by their bits: above +inf when the sign is clear, below -inf otherwise.
 // Measured on an H200 against flashinfer.top_k: see NOTES.md.
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "klineage.h"
+#include "klineage/sm90/v1/cluster.cuh"
 
 namespace {
 
-constexpr int kBits = 12;  // bits of one radix digit
-constexpr int kBins = 1 << kBits;
-constexpr int kRankMax = 512;  // up to so many candidates are ranked by comparison instead of another digit
+namespace sm90 = klineage::sm90;
+
+constexpr int64_t kMaxRows = (int64_t{1} << 31) / 16 - 1;  // blocks of a grid, 16 per row
+constexpr int kMaxK = 2048, kMaxColumns = 262144, kMaxCluster = 16;
+constexpr int kRankMax = 512;   // up to so many candidates are ranked by comparison instead of another digit
+constexpr int kRankBits = 9;    // bits of a place among them
+constexpr int kListMax = 1024;  // up to so many candidates of a cluster are collected by its first block
+constexpr int kWinnerBits = 12;  // of a packed pair of counts: a block has up to kMaxK winners and 2^20 candidates
+constexpr int kCoarse = 64;     // coarse bins that the blocks of a cluster exchange
 constexpr unsigned kFull = 0xffffffffu;
 
-// Order-reversing bijection from floats to unsigned integers: a larger float has a smaller code.
-__device__ __forceinline__ unsigned encode(float value) {
-    const unsigned bits = __float_as_uint(value);
+// Order-reversing bijection from the bits of a float to unsigned integers: a larger float has a smaller code.
+__device__ __forceinline__ unsigned encode32(unsigned bits) {
     return bits ^ (~static_cast<unsigned>(static_cast<int>(bits) >> 31) & 0x7fffffffu);
 }
-__device__ __forceinline__ float decode(unsigned code) {
-    return __uint_as_float(code ^ (~static_cast<unsigned>(static_cast<int>(code) >> 31) & 0x7fffffffu));
+// Both halves of a word filled with their sign bits. PRMT's selector replicates a sign by its bit 3, which the intrinsic
+// __byte_perm clears.
+__device__ __forceinline__ unsigned signs16x2(unsigned bits) {
+    unsigned signs;
+    asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(signs) : "r"(bits));
+    return signs;
+}
+// encode32 for two 16-bit floats at once. Both maps are their own inverses.
+__device__ __forceinline__ unsigned encode16x2(unsigned bits) {
+    return bits ^ (~signs16x2(bits) & 0x7fff7fffu);
+}
+template <int kBytes>
+__device__ __forceinline__ unsigned encode(unsigned word) {
+    return kBytes == 4 ? encode32(word) : encode16x2(word);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *place) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(place));
 }
 
 __device__ __forceinline__ int warp_inclusive_scan(int value, int lane) {
@@ -39,6 +68,640 @@ __device__ __forceinline__ int warp_inclusive_scan(int value, int lane) {
     }
     return value;
 }
+
+// The matrix and where the answer goes; strides are those of rows, in elements.
+struct Problem {
+    const unsigned char *x;
+    unsigned char *values;
+    long long *indices;
+    int columns, k;
+    int key_bytes;  // of shared memory for a block's keys
+    long long x_stride, values_stride, indices_stride;
+};
+
+// The output of one row.
+template <int kBytes>
+struct Output {
+    unsigned char *values;
+    long long *indices;
+
+    __device__ Output(const Problem &p, long long row)
+        : values(p.values + row * p.values_stride * kBytes), indices(p.indices + row * p.indices_stride) {}
+
+    __device__ __forceinline__ void write(int at, unsigned code, int column) const {
+        const unsigned bits = encode<kBytes>(code);
+        if constexpr (kBytes == 4)
+            reinterpret_cast<unsigned *>(values)[at] = bits;
+        else
+            reinterpret_cast<unsigned short *>(values)[at] = static_cast<unsigned short>(bits);
+        indices[at] = column;
+    }
+};
+
+// Codes that may still be the k-th one: low <= code < low + 2^bits. Smaller codes are winners, k - need of them.
+struct Interval {
+    unsigned low;
+    int bits;
+    int need;
+    int count;  // codes inside
+
+    __device__ __forceinline__ unsigned span() const { return bits >= 32 ? kFull : (1u << bits) - 1; }
+    __device__ __forceinline__ bool takes_all() const { return count == need || bits == 0; }
+};
+
+// A digit of a code inside an interval: (code - low) >> shift.
+struct Digit {
+    unsigned low, span;
+    int shift;
+
+    template <int kBits>
+    static __device__ __forceinline__ Digit of(const Interval &interval) {
+        return {interval.low, interval.span(), max(interval.bits - kBits, 0)};
+    }
+};
+
+struct Bin {
+    int index;
+    int below;  // codes with a smaller digit
+    int count;  // codes with this digit
+};
+
+__device__ __forceinline__ void narrow(Interval &interval, const Digit &digit, const Bin &bin) {
+    interval.low += static_cast<unsigned>(bin.index) << digit.shift;
+    interval.bits = digit.shift;
+    interval.need -= bin.below;
+    interval.count = bin.count;
+}
+
+// Where one thread's vectors of 16 bytes are kept: in registers, or where kVectors is 0, any number of them in shared
+// memory, of which every thread reads only what it copied itself.
+template <int kThreads, int kVectors>
+struct Storage {
+    uint4 held[kVectors];
+
+    __device__ __forceinline__ explicit Storage(unsigned char *) {}
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) held[v] = make_uint4(0, 0, 0, 0);
+    }
+    __device__ __forceinline__ void load(int v, const void *from) { held[v] = __ldcs(static_cast<const uint4 *>(from)); }
+    __device__ __forceinline__ void wait() {}
+    __device__ __forceinline__ uint4 get(int v) const { return held[v]; }
+    __device__ __forceinline__ void put(int v, const uint4 &vector) { held[v] = vector; }
+    // Keeps the compiler from holding what it derived from the keys in one phase until the next: registers are few.
+    __device__ __forceinline__ void start_phase() {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            asm volatile("" : "+r"(held[v].x), "+r"(held[v].y), "+r"(held[v].z), "+r"(held[v].w));
+    }
+};
+template <int kThreads>
+struct Storage<kThreads, 0> {
+    uint4 *mine;
+
+    __device__ __forceinline__ explicit Storage(unsigned char *shared) : mine(reinterpret_cast<uint4 *>(shared) + threadIdx.x) {}
+    __device__ __forceinline__ void clear() {}
+    __device__ __forceinline__ void load(int v, const void *from) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(mine + v * kThreads)), "l"(from) : "memory");
+    }
+    __device__ __forceinline__ void wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+    __device__ __forceinline__ uint4 get(int v) const { return mine[v * kThreads]; }
+    __device__ __forceinline__ void put(int v, const uint4 &vector) { mine[v * kThreads] = vector; }
+    __device__ __forceinline__ void start_phase() {}
+};
+
+// Codes of one vector.
+template <int kBytes>
+struct Codes {
+    static constexpr int kCount = 16 / kBytes;
+    unsigned word[4];
+
+    __device__ __forceinline__ explicit Codes(const uint4 &v)
+        : word{encode<kBytes>(v.x), encode<kBytes>(v.y), encode<kBytes>(v.z), encode<kBytes>(v.w)} {}
+    __device__ __forceinline__ unsigned operator[](int e) const {
+        if constexpr (kBytes == 4) return word[e];
+        return e % 2 ? word[e / 2] >> 16 : word[e / 2] & 0xffffu;
+    }
+};
+
+// Calls body(v) for every vector of a thread. Registers have no run-time index, so the loop over them has no run-time bound.
+template <class Keys, class Body>
+__device__ __forceinline__ void for_each_vector(const Keys &keys, const Body &body) {
+    if constexpr (Keys::kRolled) {
+#pragma unroll 2
+        for (int v = 0; v < keys.steps; ++v) body(v);
+    } else {
+#pragma unroll
+        for (int v = 0; v < Keys::kSteps; ++v)
+            if (v < keys.steps) body(v);
+    }
+}
+
+// Keys of one thread from a row of the matrix: vectors of 16 bytes, kThreads vectors apart. The first and the last vector
+// of a row may be partial, for rows start and end anywhere.
+template <int kBytes, int kThreads, int kVectors>
+struct RowKeys {
+    static constexpr int kPerVector = 16 / kBytes, kSteps = kVectors;
+    static constexpr bool kRolled = kVectors == 0;
+    static constexpr unsigned kWhole = (1u << kPerVector) - 1;
+
+    Storage<kThreads, kVectors> storage;
+    int columns, first, steps;  // columns of the row; column of key 0, negative before the row's start; own vectors
+
+    // Vectors `begin` to `end` of a row, counted from the 16-byte boundary at or before its first element.
+    __device__ __forceinline__ RowKeys(const unsigned char *row, int columns, int begin, int end, unsigned char *shared)
+        : storage(shared), columns(columns) {
+        const int head = static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16) / kBytes;
+        const int thread = static_cast<int>(threadIdx.x);
+        first = (begin + thread) * kPerVector - head;
+        steps = (max(end - begin - thread, 0) + kThreads - 1) / kThreads;
+        storage.clear();
+        for_each_vector(*this, [&](int v) {
+            if (whole(v)) storage.load(v, row + static_cast<long long>(column(v)) * kBytes);
+        });
+        if (head != 0 || (head + columns) % kPerVector != 0)
+            for_each_vector(*this, [&](int v) {
+                if (!whole(v)) storage.put(v, partial(row, column(v)));
+            });
+        storage.wait();
+    }
+
+    __device__ __forceinline__ uint4 partial(const unsigned char *row, int at) const {
+        unsigned part[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int e = 0; e < kPerVector; ++e)
+            if (at + e >= 0 && at + e < columns) {
+                if constexpr (kBytes == 4)
+                    part[e] = reinterpret_cast<const unsigned *>(row)[at + e];
+                else
+                    part[e / 2] |= static_cast<unsigned>(reinterpret_cast<const unsigned short *>(row)[at + e]) << (e % 2 * 16);
+            }
+        return make_uint4(part[0], part[1], part[2], part[3]);
+    }
+
+    __device__ __forceinline__ void start_phase() { storage.start_phase(); }
+    __device__ __forceinline__ Codes<kBytes> codes(int v) const { return Codes<kBytes>(storage.get(v)); }
+    __device__ __forceinline__ int column(int v) const { return first + v * kThreads * kPerVector; }
+    __device__ __forceinline__ bool whole(int v) const { return column(v) >= 0 && column(v) + kPerVector <= columns; }
+    // Bit e: key e of vector v exists.
+    __device__ __forceinline__ unsigned valid(int v) const {
+        if (whole(v)) return kWhole;
+        const int before = max(-column(v), 0), behind = max(column(v) + kPerVector - columns, 0);
+        return (kWhole << before) & (kWhole >> behind);
+    }
+};
+
+// Keys of one thread from a list of codes and columns in shared memory.
+template <int kThreads>
+struct ListKeys {
+    static constexpr int kPerVector = 1, kSteps = kListMax / kThreads;
+    static constexpr bool kRolled = true;
+    struct One {
+        unsigned code;
+        __device__ __forceinline__ unsigned operator[](int) const { return code; }
+    };
+
+    const uint2 *list;
+    int steps;
+
+    __device__ __forceinline__ ListKeys(const uint2 *from, int length)
+        : list(from + threadIdx.x), steps((max(length - static_cast<int>(threadIdx.x), 0) + kThreads - 1) / kThreads) {}
+    __device__ __forceinline__ void start_phase() {}
+    __device__ __forceinline__ One codes(int v) const { return {list[v * kThreads].x}; }
+    __device__ __forceinline__ int column(int v) const { return static_cast<int>(list[v * kThreads].y); }
+    __device__ __forceinline__ bool whole(int) const { return true; }
+    __device__ __forceinline__ unsigned valid(int) const { return 1; }
+};
+
+struct Shared {
+    int warp_sum[32];
+    unsigned warp_low[32], warp_high[32];
+    unsigned warp_found[32];  // winners in the low 12 bits, candidates above
+    Bin bin;
+    alignas(16) unsigned candidate_key[kRankMax + 4];  // the undecided bits of the code, then the place in this list
+    uint2 candidate[kRankMax];                         // code and column
+};
+
+// Shared memory behind Shared: the bins, and when they have been searched, code and column of the winners.
+union alignas(16) Scratch {
+    int histogram[1];
+    uint2 winner[1];
+};
+
+// What the blocks of a cluster read of each other.
+struct ClusterShared {
+    int coarse[kMaxCluster][kCoarse];  // by block
+    uint2 range[kMaxCluster];          // least and greatest candidate, by block
+    int winners_before, candidates_before;
+    uint2 list[kListMax];
+};
+
+template <int kThreads, int kBits>
+__device__ __forceinline__ void clear(int *histogram) {
+#pragma unroll
+    for (int i = threadIdx.x * 4; i < 1 << kBits; i += kThreads * 4)
+        *reinterpret_cast<int4 *>(histogram + i) = make_int4(0, 0, 0, 0);
+    __syncthreads();
+}
+
+// kCount consecutive bins, a power of two.
+template <int kCount>
+__device__ __forceinline__ void load_bins(int (&bins)[kCount], const int *from) {
+    using Vector = std::conditional_t<(kCount >= 4), int4, std::conditional_t<kCount == 2, int2, int>>;
+    constexpr int kEach = sizeof(Vector) / sizeof(int);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kEach) {
+        const Vector loaded = *reinterpret_cast<const Vector *>(from + i);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) bins[i + j] = reinterpret_cast<const int *>(&loaded)[j];
+    }
+}
+
+// Count the codes of an interval by their digit. kAll: the interval holds every code.
+template <bool kAll, class Keys>
+__device__ __forceinline__ void count(Keys &keys, const Digit &digit, int *histogram) {
+    keys.start_phase();
+    const auto add = [&](unsigned code) {
+        const unsigned offset = kAll ? code : code - digit.low;
+        if (kAll || offset <= digit.span) atomicAdd(&histogram[offset >> digit.shift], 1);
+    };
+    for_each_vector(keys, [&](int v) {
+        const auto codes = keys.codes(v);
+        if (keys.whole(v)) {
+#pragma unroll
+            for (int e = 0; e < Keys::kPerVector; ++e) add(codes[e]);
+        } else {
+            const unsigned valid = keys.valid(v);
+#pragma unroll
+            for (int e = 0; e < Keys::kPerVector; ++e)
+                if (valid >> e & 1) add(codes[e]);
+        }
+    });
+}
+
+// The bin in which the running count reaches `need`; the caller has synchronized after counting. Every warp sums its
+// slice of the bins; the one warp whose slice holds the bin searches it.
+template <int kThreads, int kBits>
+__device__ __forceinline__ Bin find_bin(Shared &s, const int *histogram, int need) {
+    constexpr int kWarps = kThreads / 32, kPerLane = (1 << kBits) / kThreads;
+    static_assert(kPerLane >= 1 && kPerLane * kThreads == 1 << kBits, "bins must spread evenly over the threads");
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int bins[kPerLane], sum = 0;
+    load_bins(bins, histogram + threadIdx.x * kPerLane);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) sum += bins[i];
+    const int slice = __reduce_add_sync(kFull, sum);
+    if (lane == 0) s.warp_sum[warp] = slice;
+    __syncthreads();
+    const int before_slice = __reduce_add_sync(kFull, lane < warp && lane < kWarps ? s.warp_sum[lane] : 0);
+    if (before_slice < need && need <= before_slice + slice) {
+        const int running = before_slice + warp_inclusive_scan(sum, lane);
+        if (running - sum < need && need <= running) {
+            Bin bin{static_cast<int>(threadIdx.x) * kPerLane, running - sum, bins[0]};
+#pragma unroll
+            for (int i = 1; i < kPerLane; ++i)
+                if (bin.below + bin.count < need) {
+                    bin.below += bin.count;
+                    bin.count = bins[i];
+                    ++bin.index;
+                }
+            s.bin = bin;
+        }
+    }
+    __syncthreads();
+    return s.bin;
+}
+
+// Of one vector, which keys are winners and which candidates; bit e: key e.
+struct Hits {
+    unsigned winners, candidates;
+};
+template <class Keys, class Codes>
+__device__ __forceinline__ Hits hits(const Keys &keys, int v, const Codes &codes, const Interval &interval) {
+    const unsigned span = interval.span(), valid = keys.valid(v);
+    Hits found{0, 0};
+#pragma unroll
+    for (int e = 0; e < Keys::kPerVector; ++e) {
+        if (codes[e] < interval.low) found.winners |= 1u << e;
+        if (codes[e] - interval.low <= span) found.candidates |= 1u << e;
+    }
+    return {found.winners & valid, found.candidates & valid};
+}
+
+// Least and greatest code of this block's candidates, in all threads; (kFull, 0) when it has none.
+template <int kThreads, class Keys>
+__device__ __forceinline__ uint2 range_of(Shared &s, Keys &keys, const Interval &interval) {
+    keys.start_phase();
+    unsigned low = kFull, high = 0;
+    for_each_vector(keys, [&](int v) {
+        const auto codes = keys.codes(v);
+        const unsigned candidates = hits(keys, v, codes, interval).candidates;
+#pragma unroll
+        for (int e = 0; e < Keys::kPerVector; ++e)
+            if (candidates >> e & 1) low = min(low, codes[e]), high = max(high, codes[e]);
+    });
+    low = __reduce_min_sync(kFull, low), high = __reduce_max_sync(kFull, high);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane == 0) s.warp_low[warp] = low, s.warp_high[warp] = high;
+    __syncthreads();
+    const bool mine = lane < kThreads / 32;
+    return make_uint2(__reduce_min_sync(kFull, mine ? s.warp_low[lane] : kFull),
+                      __reduce_max_sync(kFull, mine ? s.warp_high[lane] : 0));
+}
+
+// The same candidates in the smallest interval that begins with the least one.
+__device__ __forceinline__ void tighten(Interval &interval, uint2 range) {
+    interval.low = range.x;
+    interval.bits = 32 - __clz(range.y - range.x);
+}
+
+// How many winners and candidates a thread has, and where its first ones go among the block's.
+struct Found {
+    bool any;
+    int winner_at, candidate_at;
+};
+
+template <int kThreads, class Keys>
+__device__ __forceinline__ Found find_keys(Shared &s, Keys &keys, const Interval &interval) {
+    keys.start_phase();
+    unsigned mine = 0;  // winners in the low 12 bits, candidates above
+    for_each_vector(keys, [&](int v) {
+        const Hits found = hits(keys, v, keys.codes(v), interval);
+        mine += __popc(found.winners) | __popc(found.candidates) << kWinnerBits;
+    });
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned running = warp_inclusive_scan(mine, lane);
+    if (lane == 31) s.warp_found[warp] = running;
+    __syncthreads();
+    const unsigned base = __reduce_add_sync(kFull, lane < warp ? s.warp_found[lane] : 0) + running - mine;
+    return {mine != 0, static_cast<int>(base & ((1u << kWinnerBits) - 1)), static_cast<int>(base >> kWinnerBits)};
+}
+
+// Calls take(code, column, place, is_winner) for every winner and candidate of this thread.
+template <class Keys, class Take>
+__device__ __forceinline__ void visit(Keys &keys, const Interval &interval, Found found, const Take &take) {
+    if (!found.any) return;
+    keys.start_phase();
+    for_each_vector(keys, [&](int v) {
+        const auto codes = keys.codes(v);
+        const Hits here = hits(keys, v, codes, interval);
+        if ((here.winners | here.candidates) == 0) return;
+#pragma unroll
+        for (int e = 0; e < Keys::kPerVector; ++e) {
+            if (here.winners >> e & 1)
+                take(codes[e], keys.column(v) + e, found.winner_at++, true);
+            else if (here.candidates >> e & 1)
+                take(codes[e], keys.column(v) + e, found.candidate_at++, false);
+        }
+    });
+}
+
+// Write the `need` smallest of `length` candidates. Several lanes per candidate: its rank is the number of smaller keys.
+template <int kThreads, class Out>
+__device__ __forceinline__ void rank_candidates(const Shared &s, int length, int need, int first, const Out &out) {
+    constexpr int kLanes = 4;
+    for (int c = threadIdx.x / kLanes; c < (length + 31) / 32 * 32; c += kThreads / kLanes) {
+        const unsigned key = s.candidate_key[min(c, length)];
+        int before = 0;
+#pragma unroll 1
+        for (int j = threadIdx.x % kLanes * 4; j < length; j += kLanes * 4) {
+            const uint4 other = *reinterpret_cast<const uint4 *>(s.candidate_key + j);
+            before += (other.x < key) + (other.y < key) + (other.z < key) + (other.w < key);
+        }
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) before += __shfl_xor_sync(kFull, before, step);
+        if (threadIdx.x % kLanes == 0 && c < length && before < need)
+            out.write(first + before, s.candidate[c].x, s.candidate[c].y);
+    }
+}
+
+// Select the interval's `need` smallest keys and all below it, by one block, into out[first ...].
+// kAll: the interval holds every key, and none has been counted yet.
+template <int kThreads, int kBits, bool kAll, class Keys, class Out>
+__device__ __forceinline__ void block_select(Shared &s, Scratch *scratch, Keys &keys, Interval interval, int first,
+                                             const Out &out) {
+    int *histogram = scratch->histogram;
+    const int wanted = interval.need;
+    if constexpr (kAll) {
+        const Digit digit = Digit::of<kBits>(interval);
+        clear<kThreads, kBits>(histogram);
+        count<true>(keys, digit, histogram);
+        __syncthreads();
+        narrow(interval, digit, find_bin<kThreads, kBits>(s, histogram, interval.need));
+    }
+    while (!interval.takes_all() && interval.count > kRankMax) {
+        if (interval.bits > kBits) {
+            tighten(interval, range_of<kThreads>(s, keys, interval));
+            if (interval.bits == 0) break;
+        }
+        const Digit digit = Digit::of<kBits>(interval);
+        clear<kThreads, kBits>(histogram);
+        count<false>(keys, digit, histogram);
+        __syncthreads();
+        narrow(interval, digit, find_bin<kThreads, kBits>(s, histogram, interval.need));
+    }
+
+    const bool rank = !interval.takes_all();
+    const int winners = wanted - interval.need;
+    const Found found = find_keys<kThreads>(s, keys, interval);
+    uint2 *winner = scratch->winner;  // the bins have been searched: find_keys synchronized
+    visit(keys, interval, found, [&](unsigned code, int column, int at, bool is_winner) {
+        if (is_winner) {
+            winner[at] = make_uint2(code, column);
+        } else if (rank) {
+            s.candidate[at] = make_uint2(code, column);
+            s.candidate_key[at] = (code - interval.low) << kRankBits | at;
+        } else if (at < interval.need) {  // when not all candidates are needed, they are all equal
+            winner[winners + at] = make_uint2(code, column);
+        }
+    });
+    if (rank && threadIdx.x < 4) s.candidate_key[interval.count + threadIdx.x] = ~0u;  // pads the last vector
+    __syncthreads();
+#pragma unroll 1
+    for (int at = threadIdx.x; at < (rank ? winners : wanted); at += kThreads)
+        out.write(first + at, winner[at].x, winner[at].y);
+    if (rank) rank_candidates<kThreads>(s, interval.count, interval.need, first + winners, out);
+}
+
+// Vectors of 16 bytes that a row touches.
+template <int kBytes>
+__device__ __forceinline__ int vectors_of(const unsigned char *row, int columns) {
+    return (static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16) + columns * kBytes + 15) / 16;
+}
+
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
+// One block per row.
+template <int kBytes, int kThreads, int kVectors, int kBits, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) block_kernel(const Problem p) {
+    __shared__ Shared s;
+    const long long row = blockIdx.x;
+    const unsigned char *x = p.x + row * p.x_stride * kBytes;
+    RowKeys<kBytes, kThreads, kVectors> keys(x, p.columns, 0, vectors_of<kBytes>(x, p.columns), dynamic_shared);
+    block_select<kThreads, kBits, true>(s, reinterpret_cast<Scratch *>(dynamic_shared + p.key_bytes), keys,
+                                        Interval{0, kBytes * 8, p.k, p.columns}, 0, Output<kBytes>(p, row));
+}
+
+__device__ __forceinline__ void store_pair(uint32_t mapped, uint2 pair) {
+    sm90::store_cluster(mapped, pair.x);
+    sm90::store_cluster(mapped + 4, pair.y);
+}
+
+// Sums of this block's coarse bins, sent to every block of the cluster.
+template <int kThreads, int kBits>
+__device__ __forceinline__ void send_coarse(ClusterShared &c, const int *histogram, int blocks, int rank) {
+    constexpr int kPerThread = (1 << kBits) / kThreads, kGroup = kThreads / kCoarse;
+    static_assert(kGroup >= 2 && kGroup <= 32, "lanes of a warp must share a coarse bin");
+    int bins[kPerThread], sum = 0;
+    load_bins(bins, histogram + threadIdx.x * kPerThread);
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) sum += bins[i];
+#pragma unroll
+    for (int step = 1; step < kGroup; step *= 2) sum += __shfl_xor_sync(kFull, sum, step);
+    for (int to = threadIdx.x % kGroup; to < blocks; to += kGroup)
+        sm90::store_cluster(sm90::map_to_cta(shared_address(&c.coarse[rank][threadIdx.x / kGroup]), to), sum);
+}
+
+// Over the blocks of a cluster, counts of two neighbouring bins: of all blocks, and of those before this one.
+struct Pair {
+    int2 all = {0, 0}, before = {0, 0};
+
+    __device__ __forceinline__ void add(int2 counts, bool is_before) {
+        all.x += counts.x, all.y += counts.y;
+        if (is_before) before.x += counts.x, before.y += counts.y;
+    }
+};
+
+struct PairBin {
+    Bin bin;
+    int smaller_before;  // in the blocks before this one, counts of smaller bins
+    int equal_before;    // and of this bin
+};
+
+// The bin of 64, two per lane, in which the running count reaches `need`; by one warp.
+__device__ __forceinline__ PairBin search(const Pair &pair, int need) {
+    const int lane = threadIdx.x % 32, sum = pair.all.x + pair.all.y;
+    const int running = warp_inclusive_scan(sum, lane);
+    const int owner = __ffs(__ballot_sync(kFull, need <= running)) - 1;
+    const int below = __shfl_sync(kFull, running - sum, owner);
+    const int2 all{__shfl_sync(kFull, pair.all.x, owner), __shfl_sync(kFull, pair.all.y, owner)};
+    const int2 before{__shfl_sync(kFull, pair.before.x, owner), __shfl_sync(kFull, pair.before.y, owner)};
+    const bool second = below + all.x < need;
+    const int smaller = __reduce_add_sync(kFull, lane < owner ? pair.before.x + pair.before.y : 0);
+    return {{owner * 2 + second, below + (second ? all.x : 0), second ? all.y : all.x},
+            smaller + (second ? before.x : 0), second ? before.y : before.x};
+}
+
+// By one warp, after the cluster has synchronized: the bin in which the running count of all blocks reaches `need`, and
+// what the blocks before this one have of smaller bins and of this one.
+template <int kBits>
+__device__ __forceinline__ void find_cluster_bin(Shared &s, ClusterShared &c, int *histogram, int need, int blocks, int rank) {
+    static_assert((1 << kBits) == kCoarse * 64, "a coarse bin must hold two fine bins per lane");
+    constexpr int kAhead = 4;  // loads in flight
+    const int lane = threadIdx.x % 32;
+    Pair coarse, fine;
+    for (int b = 0; b < blocks; ++b) coarse.add(reinterpret_cast<const int2 *>(c.coarse[b])[lane], b < rank);
+    const PairBin outer = search(coarse, need);
+    for (int from = 0; from < blocks; from += kAhead) {
+        int2 counts[kAhead];
+#pragma unroll
+        for (int b = 0; b < kAhead; ++b)
+            if (from + b < blocks) {
+                const uint32_t remote = sm90::map_to_cta(shared_address(histogram + outer.bin.index * 64 + lane * 2), from + b);
+                counts[b].x = sm90::load_cluster(remote), counts[b].y = sm90::load_cluster(remote + 4);
+            }
+#pragma unroll
+        for (int b = 0; b < kAhead; ++b)
+            if (from + b < blocks) fine.add(counts[b], from + b < rank);
+    }
+    const PairBin inner = search(fine, need - outer.bin.below);
+    if (lane == 0) {
+        s.bin = {outer.bin.index * 64 + inner.bin.index, outer.bin.below + inner.bin.below, inner.bin.count};
+        // Winners of earlier digits of the blocks before this one are added by the caller.
+        c.winners_before = outer.smaller_before + inner.smaller_before;
+        c.candidates_before = inner.equal_before;
+    }
+}
+
+// Least and greatest candidate of the cluster.
+template <int kThreads, class Keys>
+__device__ __forceinline__ uint2 cluster_range(Shared &s, ClusterShared &c, Keys &keys, const Interval &interval,
+                                               int blocks, int rank) {
+    const uint2 mine = range_of<kThreads>(s, keys, interval);
+    if (static_cast<int>(threadIdx.x) < blocks)
+        store_pair(sm90::map_to_cta(shared_address(&c.range[rank]), threadIdx.x), mine);
+    sm90::cluster_sync_unaligned();  // also: nobody reads the bins any longer
+    const int lane = threadIdx.x % 32;
+    const uint2 other = lane < blocks ? c.range[lane] : make_uint2(kFull, 0);
+    return make_uint2(__reduce_min_sync(kFull, other.x), __reduce_max_sync(kFull, other.y));
+}
+
+// A cluster per row.
+template <int kBytes, int kThreads, int kVectors, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) cluster_kernel(const Problem p) {
+    constexpr int kBits = 12;
+    __shared__ Shared s;
+    __shared__ ClusterShared c;
+    Scratch *scratch = reinterpret_cast<Scratch *>(dynamic_shared + p.key_bytes);
+    int *histogram = scratch->histogram;
+    sm90::cluster_arrive();
+    const int blocks = static_cast<int>(sm90::cluster_size()), rank = static_cast<int>(sm90::cluster_rank());
+    const long long row = blockIdx.x / blocks;
+    const unsigned char *x = p.x + row * p.x_stride * kBytes;
+    const int vectors = vectors_of<kBytes>(x, p.columns), share = (vectors + blocks - 1) / blocks;
+    RowKeys<kBytes, kThreads, kVectors> keys(x, p.columns, rank * share, min((rank + 1) * share, vectors),
+                                                      dynamic_shared);
+    const Output<kBytes> out(p, row);
+
+    Interval interval{0, kBytes * 8, p.k, p.columns};
+    int winners_before = 0;
+    const auto next_digit = [&](auto all) {
+        const Digit digit = Digit::of<kBits>(interval);
+        clear<kThreads, kBits>(histogram);
+        count<decltype(all)::value>(keys, digit, histogram);
+        __syncthreads();
+        if constexpr (decltype(all)::value) sm90::cluster_wait();  // all blocks have started
+        send_coarse<kThreads, kBits>(c, histogram, blocks, rank);
+        sm90::cluster_sync_unaligned();
+        if (threadIdx.x < 32) find_cluster_bin<kBits>(s, c, histogram, interval.need, blocks, rank);
+        __syncthreads();
+        winners_before += c.winners_before;
+        narrow(interval, digit, s.bin);
+    };
+    next_digit(std::true_type{});
+    while (!interval.takes_all() && interval.count > kListMax) {
+        const uint2 range = cluster_range<kThreads>(s, c, keys, interval, blocks, rank);
+        tighten(interval, range);
+        if (interval.bits == 0) break;
+        next_digit(std::false_type{});
+    }
+
+    const bool collect = !interval.takes_all();
+    const int winners = p.k - interval.need;
+    Found found = find_keys<kThreads>(s, keys, interval);
+    found.winner_at += winners_before, found.candidate_at += c.candidates_before;
+    const uint32_t list = sm90::map_to_cta(shared_address(c.list), 0);
+    visit(keys, interval, found, [&](unsigned code, int column, int at, bool is_winner) {
+        if (is_winner)
+            out.write(at, code, column);
+        else if (collect)
+            store_pair(list + at * 8, make_uint2(code, column));
+        else if (at < interval.need)
+            out.write(winners + at, code, column);
+    });
+    sm90::cluster_sync_unaligned();
+    if (!collect || rank > 0) return;
+    ListKeys<kThreads> collected(c.list, interval.count);
+    block_select<kThreads, kBits, false>(s, scratch, collected, interval, winners, out);
+}
+
+// Few fp32 rows of up to 4,096 columns that start at 16-byte boundaries (stages/09-rank_select.cu): 1,024 threads of four
+// keys each, 12 bits of the code per digit, k up to 1,024. Without partial vectors, other types and a narrowed digit it
+// needs fewer instructions than block_kernel.
+namespace short_rows {
+
+constexpr int kThreads = 1024, kKeys = 4, kBits = 12, kBins = 1 << kBits;
+constexpr int kMaxK = 1024, kMinColumns = 2049, kMaxColumns = kThreads * kKeys, kMaxRows = 132;
 
 struct Threshold {
     int bin;    // the digit that holds the k-th smallest code
@@ -57,7 +720,6 @@ struct Shared {
 
 // The bin in which the running count reaches `need`; the caller has synchronized after counting. Every warp sums its
 // slice of the bins; the one warp whose slice holds the threshold searches it.
-template <int kThreads>
 __device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int warp, int lane) {
     constexpr int kWarps = kThreads / 32, kBinsPerLane = kBins / kThreads;
     static_assert(kBinsPerLane >= 1 && kBinsPerLane * kThreads == kBins, "bins must spread evenly over the threads");
@@ -87,44 +749,26 @@ __device__ __forceinline__ Threshold find_threshold(Shared &s, int need, int war
     return s.threshold;
 }
 
-// One block per row. kKeys keys per thread stay in registers; kVector: they come as float4.
-template <int kThreads, int kKeys, bool kVector>
-__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restrict__ x, float *__restrict__ values,
-                                                        long long *__restrict__ indices, int columns, int k,
-                                                        long long x_stride, long long values_stride,
-                                                        long long indices_stride) {
+// One block per row. kKeys keys per thread stay in registers.
+__global__ void __launch_bounds__(kThreads, 1) kernel(const Problem p) {
     __shared__ Shared s;
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
-    x += blockIdx.x * x_stride;
-    values += blockIdx.x * values_stride;
-    indices += blockIdx.x * indices_stride;
+    const int columns = p.columns, k = p.k;
+    const unsigned *x = reinterpret_cast<const unsigned *>(p.x) + blockIdx.x * p.x_stride;
+    unsigned *values = reinterpret_cast<unsigned *>(p.values) + blockIdx.x * p.values_stride;
+    long long *indices = p.indices + blockIdx.x * p.indices_stride;
 
     unsigned code[kKeys];
     unsigned valid = 0;  // bit i: key i exists
     const auto column_of = [&](int i) {
-        return kVector ? (i / 4 * kThreads + thread) * 4 + i % 4 : i * kThreads + thread;
+        return thread * 4 + i;
     };
-    if constexpr (kVector) {
-#pragma unroll
-        for (int i = 0; i < kKeys; i += 4) {
-            float4 v = make_float4(0, 0, 0, 0);
-            if (column_of(i) < columns) {
-                v = __ldcs(reinterpret_cast<const float4 *>(x + column_of(i)));
-                valid |= 15u << i;
-            }
-            code[i] = encode(v.x), code[i + 1] = encode(v.y), code[i + 2] = encode(v.z), code[i + 3] = encode(v.w);
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < kKeys; ++i) {
-            float v = 0;
-            if (column_of(i) < columns) {
-                v = __ldcs(x + column_of(i));
-                valid |= 1u << i;
-            }
-            code[i] = encode(v);
-        }
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (column_of(0) < columns) {
+        v = __ldcs(reinterpret_cast<const uint4 *>(x + column_of(0)));
+        valid = 15u;
     }
+    code[0] = encode32(v.x), code[1] = encode32(v.y), code[2] = encode32(v.z), code[3] = encode32(v.w);
 
     unsigned prefix = 0;  // the digits of the k-th code found so far
     int shift = 32, need = k;
@@ -138,10 +782,10 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < kKeys; ++i)
-            if ((valid >> (kVector ? i / 4 * 4 : i) & 1) && (first || (code[i] & above) == prefix))
+            if (valid != 0 && (first || (code[i] & above) == prefix))
                 atomicAdd(&s.histogram[code[i] >> digit_shift & digit_mask], 1);
         __syncthreads();
-        t = find_threshold<kThreads>(s, need, warp, lane);
+        t = find_threshold(s, need, warp, lane);
         need -= t.below;
         shift = digit_shift;
         prefix |= static_cast<unsigned>(t.bin) << shift;
@@ -183,7 +827,7 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
 #pragma unroll 1
     for (int at = thread; at < (rank ? winners : k); at += kThreads) {
         const uint2 found = s.found[at];
-        values[at] = decode(found.x);
+        values[at] = encode32(found.x);
         indices[at] = found.y;
     }
     if (!rank) return;
@@ -202,48 +846,161 @@ __global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *__restri
         for (int step = 1; step < kLanes; step *= 2) before += __shfl_xor_sync(kFull, before, step);
         if (thread % kLanes == 0 && c < t.count && before < need) {
             const uint2 found = s.found[winners + c];
-            values[winners + before] = decode(found.x);
+            values[winners + before] = encode32(found.x);
             indices[winners + before] = found.y;
         }
     }
 }
 
-template <int kThreads, int kKeys>
-void launch(bool vector, int rows, int columns, int k, const klineage_tensor &x, const klineage_tensor &values,
-            const klineage_tensor &indices, cudaStream_t stream) {
-    const auto kernel = vector ? topk_kernel<kThreads, kKeys, true> : topk_kernel<kThreads, kKeys, false>;
-    kernel<<<rows, kThreads, 0, stream>>>(static_cast<const float *>(x.data), static_cast<float *>(values.data),
-                                          static_cast<long long *>(indices.data), columns, k, x.stride[0],
-                                          values.stride[0], indices.stride[0]);
+bool takes(const Problem &p, int bytes, bool aligned, int64_t rows) {
+    return bytes == 4 && aligned && p.columns % 4 == 0 && p.columns >= kMinColumns && p.columns <= kMaxColumns &&
+           p.k <= kMaxK && rows <= kMaxRows;
 }
 
-}  // namespace
+cudaError_t launch(const Problem &problem, int64_t rows, cudaStream_t stream) {
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(static_cast<unsigned>(rows));
+    launch.blockDim = dim3(kThreads);
+    launch.stream = stream;
+    return cudaLaunchKernelEx(&launch, kernel, problem);
+}
 
-extern "C" int run(const klineage_call *call) {
+}  // namespace short_rows
+
+using Kernel = void (*)(Problem);
+
+// A kernel by the bytes of a key: [0] for 2, [1] for 4.
+struct Config {
+    Kernel kernel[2];
+    int threads, vectors, bits;  // vectors of 16 bytes that a thread holds in registers; 0: they are in shared memory
+    bool cluster;
+};
+
+template <int kThreads, int kVectors, int kBits, int kBlocks>
+constexpr Config one_block() {
+    return {{block_kernel<2, kThreads, kVectors, kBits, kBlocks>,
+             block_kernel<4, kThreads, kVectors, kBits, kBlocks>},
+            kThreads, kVectors, kBits, false};
+}
+template <int kThreads, int kVectors, int kBlocks>
+constexpr Config one_cluster() {
+    return {{cluster_kernel<2, kThreads, kVectors, kBlocks>, cluster_kernel<4, kThreads, kVectors, kBlocks>},
+            kThreads, kVectors, 12, true};
+}
+
+constexpr Config kConfigs[] = {
+    one_block<128, 4, 10, 8>(),
+    one_block<256, 1, 11, 4>(),
+    one_block<512, 1, 11, 2>(),
+    one_block<512, 2, 12, 2>(),
+    one_block<512, 0, 12, 2>(),
+    one_block<1024, 1, 12, 1>(),
+    one_block<1024, 2, 12, 1>(),
+    one_block<1024, 4, 12, 1>(),
+    one_cluster<512, 0, 2>(),
+    one_cluster<1024, 1, 1>(),
+    one_cluster<1024, 0, 1>(),
+};
+// Places in kConfigs: threads, then vectors per thread.
+enum : int {
+    kBlock128x4, kBlock256x1, kBlock512x1, kBlock512x2, kBlock512Shared, kBlock1024x1, kBlock1024x2, kBlock1024x4,
+    kCluster512Shared, kCluster1024x1, kCluster1024Shared,
+};
+constexpr int kNumConfigs = sizeof(kConfigs) / sizeof(kConfigs[0]);
+
+// How a matrix is selected from: a kernel, and how many blocks select from one row.
+struct Plan {
+    int config, blocks;
+
+    // Vectors of 16 bytes that a thread has when a row touches `vectors` of them.
+    int64_t steps(int64_t vectors) const {
+        const int64_t threads = int64_t{kConfigs[config].threads} * blocks;
+        return (vectors + threads - 1) / threads;
+    }
+};
+
+constexpr int64_t kWave = 132;  // multiprocessors: so many blocks of 1,024 threads run at once
+
+// Rows that one block holds best.
+Plan choose_block(int64_t rows, int64_t vectors) {
+    const bool few = rows <= kWave;
+    if (vectors <= 256) return {kBlock256x1, 1};
+    if (vectors <= 512) return {few ? kBlock512x1 : kBlock128x4, 1};
+    if (vectors <= 1024) return {few ? kBlock1024x1 : kBlock512x2, 1};
+    if (vectors <= 2048) return {few ? kBlock1024x2 : kBlock512Shared, 1};
+    return {few ? kBlock1024x4 : kBlock512Shared, 1};
+}
+
+// Longer rows, or few of them: over a cluster.
+Plan choose_cluster(int64_t rows, int64_t vectors) {
+    if (vectors <= 4096) return {kCluster1024x1, 8};
+    if (vectors <= 16384 && rows <= 8) return {kCluster1024x1, 16};
+    if (vectors <= 8192) return {kCluster512Shared, 2};
+    if (vectors <= 16384) return {kCluster512Shared, rows <= 32 ? 8 : rows <= kWave / 2 ? 2 : 4};
+    if (rows <= 16) return {kCluster512Shared, 16};
+    if (vectors <= 32768) return {kCluster512Shared, 8};
+    return {kCluster1024Shared, 8};
+}
+
+// The plan for a matrix, from the measurements in NOTES.md.
+Plan choose(int64_t rows, int64_t vectors) {
+    const bool block = vectors <= 2048 || (vectors <= 4096 && rows > 16);
+    return block ? choose_block(rows, vectors) : choose_cluster(rows, vectors);
+}
+
+cudaError_t launch(const Plan &plan, int bytes, int64_t rows, int64_t vectors, Problem problem, cudaStream_t stream) {
+    const Config &config = kConfigs[plan.config];
+    const Kernel kernel = config.kernel[bytes == 4];
+    if (config.vectors > 0 && plan.steps(vectors) > config.vectors) return cudaErrorInvalidConfiguration;
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(plan.blocks), 1, 1};
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(static_cast<unsigned>(rows * plan.blocks));
+    launch.blockDim = dim3(config.threads);
+    problem.key_bytes = config.vectors > 0 ? 0 : static_cast<int>(plan.steps(vectors)) * config.threads * 16;
+    const size_t bins = sizeof(int) << config.bits, winners = sizeof(uint2) * problem.k;
+    launch.dynamicSmemBytes = problem.key_bytes + (bins > winners ? bins : winners);
+    launch.stream = stream;
+    const int shared = static_cast<int>(launch.dynamicSmemBytes);
+    cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (config.cluster && status == cudaSuccess) {
+        launch.attrs = &attribute, launch.numAttrs = 1;
+        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    }
+    return status == cudaSuccess ? cudaLaunchKernelEx(&launch, kernel, problem) : status;
+}
+
+int run_plan(const klineage_call *call, const Plan *forced) {
     KLINEAGE_REQUIRE(call, call->abi_version == KLINEAGE_ABI_VERSION, "top-k: unknown ABI version");
     KLINEAGE_REQUIRE(call, call->num_inputs == 1 && call->num_outputs == 2, "top-k: needs x -> values, indices");
     const klineage_tensor &x = call->inputs[0], &values = call->outputs[0], &indices = call->outputs[1];
     KLINEAGE_REQUIRE(call, x.num_dims == 2 && values.num_dims == 2 && indices.num_dims == 2, "top-k: tensors are 2-D");
-    KLINEAGE_REQUIRE(call, x.dtype == KLINEAGE_FLOAT32 && values.dtype == KLINEAGE_FLOAT32 &&
-                     indices.dtype == KLINEAGE_INT64, "top-k: fp32 input and values, int64 indices");
+    const bool wide = x.dtype == KLINEAGE_FLOAT32, half = x.dtype == KLINEAGE_FLOAT16 || x.dtype == KLINEAGE_BFLOAT16;
+    KLINEAGE_REQUIRE(call, (wide || half) && values.dtype == x.dtype && indices.dtype == KLINEAGE_INT64,
+                     "top-k: fp32, fp16 or bf16, values of the input's type, int64 indices");
     const int64_t rows = x.shape[0], columns = x.shape[1], k = values.shape[1];
     KLINEAGE_REQUIRE(call, values.shape[0] == rows && indices.shape[0] == rows && indices.shape[1] == k,
                      "top-k: output shapes differ from the input's rows or from each other");
-    KLINEAGE_REQUIRE(call, rows >= 1 && rows <= 65535 && columns >= 1 && columns <= 16384,
-                     "top-k: supports 1 to 65535 rows of 1 to 16384 columns");
-    KLINEAGE_REQUIRE(call, k >= 1 && k <= 1024 && k <= columns, "top-k: supports k from 1 to min(1024, columns)");
+    KLINEAGE_REQUIRE(call, columns >= 1 && columns <= kMaxColumns, "top-k: supports rows of 1 to 262144 columns");
+    KLINEAGE_REQUIRE(call, rows >= 1 && rows <= kMaxRows, "top-k: supports 1 to 134217727 rows");
+    KLINEAGE_REQUIRE(call, k >= 1 && k <= kMaxK && k <= columns, "top-k: supports k from 1 to min(2048, columns)");
     KLINEAGE_REQUIRE(call, x.stride[1] == 1 && values.stride[1] == 1 && indices.stride[1] == 1,
                      "top-k: the last dimension must be contiguous");
-
-    const bool vector = columns % 4 == 0 && x.stride[0] % 4 == 0 && reinterpret_cast<uintptr_t>(x.data) % 16 == 0;
+    const int bytes = wide ? 4 : 2;
+    const bool aligned = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[0] * bytes % 16 == 0;
+    const int64_t vectors = (columns * bytes + 15) / 16 + !aligned;  // of 16 bytes, that a row touches at most
+    const Problem problem{static_cast<const unsigned char *>(x.data), static_cast<unsigned char *>(values.data),
+                          static_cast<long long *>(indices.data), static_cast<int>(columns), static_cast<int>(k), 0,
+                          x.stride[0], values.stride[0], indices.stride[0]};
     const auto stream = static_cast<cudaStream_t>(call->stream);
-    if (columns <= 4096)
-        launch<1024, 4096 / 1024>(vector, rows, columns, k, x, values, indices, stream);
-    else if (columns <= 8192)
-        launch<512, 16>(vector, rows, columns, k, x, values, indices, stream);
-    else
-        launch<512, 32>(vector, rows, columns, k, x, values, indices, stream);
-    const cudaError_t status = cudaGetLastError();
+    const cudaError_t status = !forced && short_rows::takes(problem, bytes, aligned, rows)
+                                   ? short_rows::launch(problem, rows, stream)
+                                   : launch(forced ? *forced : choose(rows, vectors), bytes, rows, vectors, problem, stream);
     KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
     return 0;
 }
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) { return run_plan(call, nullptr); }

@@ -21,7 +21,7 @@ import msgspec
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.gate.findings import clean
 from pytest_klineage.gate.supervise import worker_environment
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import named_shape
 from pytest_klineage.operators.shapes import SMALL_SHAPES
 from pytest_klineage.records import Code, KernelCase, Reason
@@ -134,7 +134,7 @@ def cases_to_try(case: KernelCase) -> tuple[KernelCase, ...]:
     own = case.at_shape(case.shape)
     if case.operator not in SMALL_SHAPES:
         return (own,)
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     shape, _dtype, _options = SMALL_SHAPES[case.operator]["gpu"]
     small = case.at_shape(named_shape(chosen, shape))
     return (small, own) if chosen.flops(small) < chosen.flops(own) else (own,)

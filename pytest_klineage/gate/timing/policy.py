@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,9 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
+SUSPECT_GAIN, ENOUGH_NOVEL = 1.2, statistics.FEW_PAIRS
+"""How much faster on known inputs looks like memory, and how many pairs of each kind decide that: until then sampling
+goes on although time is up, or a kernel that is slow on purpose would leave too few pairs to be found out."""
 SIDES = ("reference", "candidate")
 PAPER_WARMUP, PAPER_REPS = 25, 100
 DO_BENCH_ESTIMATE = 5
@@ -64,6 +68,23 @@ class Samples(msgspec.Struct, kw_only=True):
             candidate_waited=self.candidate_waited[count:], novel=self.novel[count:],
             calls_per_sample=self.calls_per_sample, one_block=self.one_block,
         )  # fmt: skip
+
+
+def known_gain(reference: list[float], candidate: list[float], novel: list[bool]) -> float:
+    """How many times as fast the candidate is on known inputs as on new ones, by medians; 1 without either."""
+    sides = list(zip(reference, candidate, novel, strict=False))
+    new = [math.log(first / second) for first, second, is_new in sides if is_new]
+    old = [math.log(first / second) for first, second, is_new in sides if not is_new]
+    return math.exp(statistics.median(old) - statistics.median(new)) if new and old else 1.0
+
+
+def looks_like_memory(samples: Samples) -> bool:
+    """Whether the candidate seems faster on inputs that it has met, by too few pairs to say so."""
+    new = sum(samples.novel)
+    if min(new, len(samples.novel) - new) >= ENOUGH_NOVEL:
+        return False
+    alone = [1.0] * len(samples.candidate)
+    return any(known_gain(side, samples.candidate, samples.novel) > SUSPECT_GAIN for side in (samples.reference, alone))
 
 
 class Sampler(Protocol):
@@ -151,7 +172,7 @@ class Paired(Policy):
                     stopped = "precise"
                     break
             report(pairs, look, interval)
-            if pairs >= LEAST_PAIRS and out_of_time():
+            if pairs >= LEAST_PAIRS and out_of_time() and not looks_like_memory(correct(samples)):
                 break
             if renewal is not None and renewal.exhausted(samples):
                 stopped = "start limit"

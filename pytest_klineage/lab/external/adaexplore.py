@@ -8,7 +8,7 @@ import msgspec
 
 from pytest_klineage.lab.external.evaluating import Step, Target
 from pytest_klineage.lab.external.refusals import Refusal, Refused
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.records import Check, KernelSource, SourceFile, Status, Surface, Verdict
 
 CANDIDATE = "candidate.py"
@@ -54,7 +54,7 @@ def source_of(given: Asked, target: Target) -> KernelSource:
         )
     if not given.custom_model_src.strip():
         raise Refused(Refusal.INVALID, "custom_model_src is empty")
-    names = [spec.name for spec in operator(target.case.operator).signature(target.case).inputs]
+    names = [spec.name for spec in operator_of(target.case).signature(target.case).inputs]
     adapter = SourceFile("adapter.py", ADAPTER.format(arguments=", ".join(names)))
     return KernelSource(
         surface=target.surface, files=(adapter, SourceFile(CANDIDATE, given.custom_model_src)), entry="run"

@@ -14,7 +14,7 @@ from typing import Any
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.lab.external.evaluating import Target
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator, operator_of
 from pytest_klineage.records import KernelCase, Surface, TensorSpec, Verdict
 from pytest_klineage.records.signature import contiguous_strides
 
@@ -78,7 +78,7 @@ def body_of(case: KernelCase) -> str:
 
 def kernelbench_file(case: KernelCase) -> str:
     """A KernelBench problem: class Model, get_inputs, get_init_inputs."""
-    signature = operator(case.operator).signature(case)
+    signature = operator_of(case).signature(case)
     return KERNELBENCH.format(
         title=case.id, note=NOTE, arguments=", ".join(spec.name for spec in signature.inputs),
         body=textwrap.indent(body_of(case), " " * 8),
@@ -101,7 +101,7 @@ def write_kernelbench(target: Target, checkout: Path, suffix: str) -> Path:
 
 def definition(case: KernelCase) -> dict[str, Any]:
     """The case as a FlashInfer-Trace definition; every axis is a constant."""
-    signature = operator(case.operator).signature(case)
+    signature = operator_of(case).signature(case)
     sizes = sorted({size for spec in (*signature.inputs, *signature.outputs) for size in spec.shape})
     names = {size: f"n{size}" for size in sizes}
     tensors = {

@@ -9,7 +9,7 @@ import msgspec
 from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.library.normalise import held_out
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import named_shape
 from pytest_klineage.records import Category, Context, KernelCase, KernelSource, SkillCard, Surface
 
@@ -128,7 +128,7 @@ def _target(stored: StoredLineage, index: int, case: KernelCase, why: str) -> Ta
 
 def _reshaped(case: KernelCase, shape: tuple[int, ...]) -> KernelCase:
     """The case at another shape. Raises UsageError for one that the operator does not allow."""
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     changed = case.at_shape(named_shape(chosen, shape))
     chosen.validate(changed)
     return changed

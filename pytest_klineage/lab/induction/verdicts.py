@@ -48,6 +48,14 @@ class Judging(Protocol):
     def __call__(self, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict: ...
 
 
+class AnyGate(Protocol):
+    """A gate, here or elsewhere."""
+
+    def judge(
+        self, case: KernelCase, source: KernelSource, *, reference_source: KernelSource | None = None
+    ) -> Verdict: ...
+
+
 class VerdictFile:
     """Verdicts in the order in which they were made, one to a line. A line that was cut short is taken away."""
 
@@ -152,12 +160,32 @@ def judged_in_peace(judge: Judge, case: KernelCase, source: KernelSource, agains
     """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one."""
     verdicts = [judge(case, source, against)]
     while len(verdicts) < BLURRED_TRIES and _blurred(verdicts[-1]):
-        time.sleep(PAUSE_S)
-        verdicts.append(judge(case, source, against))
+        verdicts.append(_once_more(judge, len(verdicts))(case, source, against))
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.
     if not verdicts[-1].scored:
         return verdicts[-1]
     return min(verdicts, key=lambda verdict: (verdict.code in DISTURBED, _blur(verdict)))
+
+
+def _once_more(judge: Judge, repeat: int) -> Judge:
+    """The judge for a repetition: after a pause here; elsewhere the repetition is a request of its own."""
+    again: Callable[[int], Judge] | None = getattr(judge, "again", None)
+    if again is not None:
+        return again(repeat)
+    time.sleep(PAUSE_S)
+    return judge
+
+
+class GateJudge:
+    """Judges by a gate, with `again` where the gate has it: the judge of walks and trials."""
+
+    def __init__(self, gate: AnyGate) -> None:
+        self._gate = gate
+        if (again := getattr(gate, "again", None)) is not None:
+            self.again = lambda repeat: GateJudge(again(repeat))
+
+    def __call__(self, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        return self._gate.judge(case, source, reference_source=against)
 
 
 def _blurred(verdict: Verdict) -> bool:

@@ -20,9 +20,10 @@ BACKENDS = {
 """Kinds of backends, and what stands behind the colon."""
 
 
-def make_backend(choice: str, prices: Prices, *, model: str = "") -> Backend:
+def make_backend(choice: str, prices: Prices, *, model: str = "", waits: bool = True) -> Backend:
     """The chosen backend. `model` names the price for command and exchange, "unbilled" where nobody asks for money.
 
+    With `waits` off the exchange backend raises WaitsForReply instead of waiting.
     Raises NoBackend for "none" and for nothing, UnknownName, UsageError, NoKey, NoPrice or MissingDependency.
     """
     kind, _, rest = choice.strip().partition(":")
@@ -46,7 +47,7 @@ def make_backend(choice: str, prices: Prices, *, model: str = "") -> Backend:
     if kind == "exchange":
         from pytest_klineage.lab.llm.exchange import ExchangeBackend
 
-        return ExchangeBackend(Path(rest), prices, model=model)
+        return ExchangeBackend(Path(rest), prices, model=model, waits=waits)
     return _command(rest, prices, model)
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pytest_klineage.errors import BadRecord, StoreError, UsageError
+from pytest_klineage.errors import BadRecord, StoreError, UsageError, WaitsForReply
 from pytest_klineage.lab.llm.backend import EstimatedBilling, Reply
 from pytest_klineage.lab.llm.conversation import Conversation, as_markdown
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
@@ -51,8 +51,11 @@ class ExchangeBackend(EstimatedBilling):
         poll_s: float = POLL_S,
         settle_s: float = SETTLE_S,
         progress: Progress | None = None,
+        waits: bool = True,
     ) -> None:
+        """With `waits` off a reply that is not there yet raises WaitsForReply at once, instead of being waited for."""
         super().__init__(model, prices)
+        self.waits = waits
         self.folder, self.deadline_s, self.poll_s, self.settle_s = folder, deadline_s, poll_s, settle_s
         self._progress = progress
         self._is_new = False
@@ -122,6 +125,8 @@ class ExchangeBackend(EstimatedBilling):
                 raise BackendFailed(Failure.TOO_LONG, detail, billed=True)
             if state is not None and state[0] > 0 and now - since >= self.settle_s:
                 return _read(answer)
+            if not self.waits and state is None:
+                raise WaitsForReply(str(self.folder), f"{answer} is not written yet")
             if now - started > self.deadline_s:
                 detail = f"no reply in {answer} after {self.deadline_s:g} s"
                 raise BackendFailed(Failure.TIMEOUT, detail, billed=False)

@@ -53,8 +53,11 @@ class Session:
         return cls(backend, budget, Trajectory.create(path, begun))
 
     @classmethod
-    def resume(cls, path: Path, backend: Backend, *, limit_usd: float | None = None) -> Self:
-        """Go on with a trajectory, with its own budget or another. Raises UsageError when the model is another one."""
+    def resume(cls, path: Path, backend: Backend, *, limit_usd: float | None = None, note: bool = True) -> Self:
+        """Go on with a trajectory, with its own budget or another. Raises UsageError when the model is another one.
+
+        `note` writes down that it was resumed. A run that only waited is the same run, and leaves that out.
+        """
         trajectory = Trajectory.resume(path)
         try:
             begun = next(iter(trajectory.events), None)
@@ -66,7 +69,8 @@ class Session:
                     "the same model, or begin a new trajectory"
                 )
             budget = Budget.restored(begun.budget_usd if limit_usd is None else limit_usd, trajectory.events)
-            trajectory.append(Noted(topic="resumed", text=f"budget {budget.limit_usd:g} USD"))
+            if note:
+                trajectory.append(Noted(topic="resumed", text=f"budget {budget.limit_usd:g} USD"))
         except BaseException:
             trajectory.close()
             raise

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 
 from pytest_klineage.lab.library.rendering import fenced
-from pytest_klineage.operators import operator
+from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import Operator
 from pytest_klineage.operators.tolerance import SLACK
 from pytest_klineage.records import KernelCase, LibraryPolicy, Machine, Surface, TensorSpec
@@ -53,7 +53,7 @@ def instructions_for(
     `machine` says what it runs on (see `machine_text`); `reference` says whom it is timed against when that is not the
     case's reference. Raises UnknownName for an operator that does not exist.
     """
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     rival = reference or f"`{case.reference}`"
     parts = [
         f"# Contract: {case.id} in {LANGUAGES[surface]} on {platform}",

@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from pytest_klineage.errors import HarnessError, KlineageError, StoreError, UsageError
+from pytest_klineage.errors import HarnessError, KlineageError, StoreError, UsageError, Waiting
 from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
@@ -104,6 +104,8 @@ def optimize(
     recorded verdicts, and with `rejudge` the gate is asked as well: see `Outcome.rejudged`.
 
     Raises UsageError, TrajectoryMismatch among them, and HarnessError; what was recorded stays, and can be resumed.
+    Raises Waiting where a verdict or a reply has not come yet: nothing is recorded of that, and the run goes on from
+    there when it is resumed.
     """
     if max_steps < 1:
         raise UsageError(f"max_steps must be 1 or more, got {max_steps}")
@@ -113,6 +115,8 @@ def optimize(
     except KeyboardInterrupt:
         session.record(Stopped(reason=Stop.INTERRUPTED, message="from the keyboard; resume the trajectory to go on"))
         raise
+    except Waiting:
+        raise  # not an end: the same run goes on when the verdict or the reply is there
     except KlineageError as error:
         reason = Stop.HARNESS if isinstance(error, HarnessError) else Stop.MISUSE
         with contextlib.suppress(StoreError):  # a file that cannot be written may be the very reason

@@ -6,7 +6,8 @@
  *
  * It reads call->inputs, writes every element of call->outputs (destination passing: the harness owns all memory) and
  * returns 0, or non-zero to report an error; KLINEAGE_REQUIRE refuses what the kernel does not support with a message.
- * Tensors are described in elements, never in bytes; outputs never overlap inputs. On CUDA the pointers are device
+ * Tensors are described in elements, never in bytes; outputs never overlap inputs. A tensor that the operator declares
+ * inout is among the inputs only: the kernel reads it and overwrites it in place. On CUDA the pointers are device
  * pointers and all work goes to call->stream (a cudaStream_t); on a CPU stream is NULL and the call is synchronous.
  */
 #ifndef KLINEAGE_H
@@ -30,7 +31,12 @@ typedef enum klineage_dtype {
     KLINEAGE_BFLOAT16 = 4,
     KLINEAGE_INT64 = 5,
     KLINEAGE_INT32 = 6,
-    KLINEAGE_UINT8 = 7
+    KLINEAGE_UINT8 = 7,
+    KLINEAGE_FLOAT8_E4M3 = 8,
+    KLINEAGE_FLOAT8_E5M2 = 9,
+    KLINEAGE_INT16 = 10,
+    KLINEAGE_INT8 = 11,
+    KLINEAGE_BOOL = 12 /* one byte, 0 or 1 */
 } klineage_dtype;
 
 typedef struct klineage_tensor {

@@ -50,7 +50,7 @@ class DeviceArena:
         return len(self.arena.slots)
 
     def _items(self, slot: int) -> tuple[Placement, ...]:
-        return (*self.arena.slots[slot].inputs, *self.arena.slots[slot].outputs)
+        return (*self.arena.slots[slot].inputs, *self.arena.slots[slot].separate)
 
     def _bands(self, item: Placement) -> tuple[torch.Tensor, torch.Tensor]:
         start, end = item.offset, item.offset + item.num_bytes

@@ -18,7 +18,7 @@ import torch
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import DeviceOutOfMemory
-from pytest_klineage.records import Code, KernelTime
+from pytest_klineage.records import Code, KernelTime, Slot
 from pytest_klineage.records.messages import (
     Again,
     BlockReturned,
@@ -34,7 +34,7 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.surfaces.base import Invoke, Loaded, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
-from pytest_klineage.worker.device import memory
+from pytest_klineage.worker.device import memory as device
 from pytest_klineage.worker.host.calls import CallLoop
 
 HEAD_START_CYCLES, HEAD_START_MOST = 250_000, 1_000_000
@@ -49,6 +49,8 @@ HEAD_START_KERNEL = "spin_kernel"
 """How a profile names it."""
 MASK_KERNEL = "BitwiseXor"
 """A part of the names of torch's kernels by which inputs are unmasked."""
+COPY_KERNEL = "copy_kernel_cuda"
+"""A part of the names of torch's kernels by which tensors in another order of memory are copied."""
 FILL = "Memset ("
 """How a profile names fills: with a blank that no function's name can have before its bracket."""
 HEAD_START_CALLS = 40
@@ -61,6 +63,8 @@ MAX_NAME = 240
 
 _tensor: Any = torch._C.TensorBase
 XOR: Callable[..., Any] = _tensor.bitwise_xor_
+COPY: Callable[..., Any] = _tensor.copy_
+EMPTY_LIKE: Callable[..., Any] = torch.empty_like
 """Taken before any candidate is imported."""
 
 
@@ -71,6 +75,14 @@ class Moments(NamedTuple):
     stop: Any
     everything: Any
     settled: Any
+
+
+class Executed(NamedTuple):
+    """What the device did during a profiled block."""
+
+    kernels: tuple[KernelTime, ...]
+    busy_ns: int
+    flush_ns: int
 
 
 class DeviceClock:
@@ -86,14 +98,15 @@ class DeviceClock:
         self.torch_stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call] # torch has no types here
         torch.cuda.set_stream(self.torch_stream)
         self.stream = self.torch_stream.cuda_stream
-        self.context = memory.call(driver.cuCtxGetCurrent)
+        self.context = device.call(driver.cuCtxGetCurrent)
         self._flush = torch.empty(max(1, flush_bytes), dtype=torch.uint8, device="cuda")
-        self._flush_address, self._flush_bytes = self._flush.data_ptr(), flush_bytes
+        self._flush_address, self._flush_room = self._flush.data_ptr(), flush_bytes
         self._events: list[Moments] = []
         self._head_start_cycles = HEAD_START_CYCLES
         self._now, self._in_calls_ns = time.perf_counter_ns, 0
-        self.begin = memory.call(driver.cuEventCreate, 0)
-        """A block's beginning, before the head start."""
+        self.begin = device.call(driver.cuEventCreate, 0)
+        self.ready = device.call(driver.cuEventCreate, 0)
+        """A block's beginning, before the head start, and the head start's end."""
         self._new_event, self._record, self._wait = driver.cuEventCreate, driver.cuEventRecord, driver.cuStreamWaitEvent
         self._record_all = driver.cuCtxRecordEvent
         self._memset, self._elapsed = driver.cuMemsetD8Async, driver.cuEventElapsedTime
@@ -104,7 +117,7 @@ class DeviceClock:
         self._spin: Any = torch.cuda._sleep
         stream = self.torch_stream
         # A call may leave another stream current; the spin and the unmasking must not follow it there.
-        self._use_stream: Any = functools.partial(
+        self.use_stream: Any = functools.partial(
             torch._C._cuda_setStream, stream_id=stream.stream_id, device_index=stream.device_index,
             device_type=stream.device_type,
         )  # fmt: skip
@@ -112,12 +125,12 @@ class DeviceClock:
     def moments(self, count: int) -> list[Moments]:
         """Events for so many calls; kept for the next block."""
         while len(self._events) < count:
-            self._events.append(Moments(*(memory.call(self._new_event, 0) for _ in Moments._fields)))
+            self._events.append(Moments(*(device.call(self._new_event, 0) for _ in Moments._fields)))
         return self._events[:count]
 
     def head_start(self, calls: int) -> None:
         """Keep the device busy while the host queues a block."""
-        self._use_stream()
+        self.use_stream()
         self._spin(self._head_start_cycles * min(calls, HEAD_START_CALLS))
 
     def plan_head_start(self, queueing_ns: int, calls: int) -> None:
@@ -132,14 +145,14 @@ class DeviceClock:
         self._limit(self._persisting, 0)
         self._reset_persisting()
 
-    def run(self, moments: Moments, invoke: Invoke, prepare: Invoke | None = None) -> Any:
+    def run(self, moments: Moments, invoke: Invoke, prepare: Invoke | None = None, flush_bytes: int = 0) -> Any:
         """Prepare the call, flush the cache, then call between events."""
         stream, record = self.stream, self._record
-        self._use_stream()
+        self.use_stream()
         if prepare is not None:
             prepare()
-        if self._flush_bytes:
-            self._memset(self._flush_address, 0, self._flush_bytes, stream)
+        if flush_bytes:
+            self._memset(self._flush_address, 0, min(flush_bytes, self._flush_room), stream)
         record(moments.start, stream)
         began = self._now()
         result = invoke()
@@ -177,16 +190,38 @@ class DeviceMapping:
     """One mapped arena with a bound call per slot."""
 
     def __init__(self, message: Map, fd: int, kernel: Loaded, stream: int) -> None:
-        self.memory = memory.attach(fd, message.arena.num_bytes, stream=stream)
+        self.memory = device.attach(fd, message.arena.num_bytes, stream=stream)
         self.slots = message.arena.slots
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
         self._masked = [[halves(tensor_view(self.memory, item)) for item in slot.inputs] for slot in self.slots]
+        self._inout = [[tensor_view(self.memory, item) for item in slot.inout] for slot in self.slots]
+        self._kept: dict[int, list[Any]] = {}
 
-    def prepare(self, slot: int, mask: int) -> None:
+    def keep(self, slot: int) -> None:
+        """Remember the inout tensors of a slot as they are before its first call of a block."""
+        if slot not in self._kept:
+            self._kept[slot] = [EMPTY_LIKE(tensor) for tensor in self._inout[slot]]
+        for copy, tensor in zip(self._kept[slot], self._inout[slot], strict=True):
+            COPY(copy, tensor)
+
+    def restore(self, slot: int) -> None:
+        """Give the inout tensors of a slot the contents that were kept: a further call starts from them."""
+        for copy, tensor in zip(self._kept.get(slot, ()), self._inout[slot], strict=True):
+            COPY(tensor, copy)
+
+    def preparation(self, slot: int, mask: int, *, first: bool, again: bool) -> Callable[[], None] | None:
+        """What is done, untimed, before a call: unmasking before a slot's first one, inout tensors before others."""
+        if not first:
+            return functools.partial(self.restore, slot) if self._inout[slot] else None
+        return functools.partial(self.prepare, slot, mask, keep=again)
+
+    def prepare(self, slot: int, mask: int, *, keep: bool = False) -> None:
         """Unmask the inputs of a slot, and convert them where a reference has a convention of its own."""
         if mask:
             for tensor in self._masked[slot]:
                 XOR(tensor, mask)
+        if keep and self._inout[slot]:
+            self.keep(slot)
         # A candidate's call has nothing of the kind.
         if before := getattr(self.calls[slot], "before", None):
             before()
@@ -199,6 +234,8 @@ class DeviceLoop(CallLoop):
         super().__init__(channel, kernel)
         self.clock = clock
         self.last_block: tuple[RunBlock, list[Any]] | None = None
+        self.returned: deque[tuple[Slot, tuple[ReturnedTensor, ...]]] = deque()
+        """What the candidate returned in the calls of a block, copied to their slots."""
 
     def map(self, request: Map) -> None:
         """Map device memory."""
@@ -210,6 +247,7 @@ class DeviceLoop(CallLoop):
         """Copy what the last block returned once more."""
         if self.last_block is not None:
             block, results = self.last_block
+            self.returned.clear()
             self.answer(request.nonce, block, results)
 
     def run(self, request: Any, clock: Any = None) -> None:
@@ -232,19 +270,44 @@ class DeviceLoop(CallLoop):
     def run_block(self, request: RunBlock) -> None:
         """All calls of a block, the answer with their times, then the outputs."""
         self.clock.forget_persisting_lines()
+        self.returned = deque(maxlen=len(self.arenas[request.arena].slots))
+        found = Executed(kernels=(), busy_ns=0, flush_ns=0)
         if request.profile:
             masked = sum(len(self.arenas[request.arena].slots[slot].inputs) for slot in request.slots)
             trace, (returned, results) = self.traced(request)
-            kernels, busy_ns = summary(trace, fills=len(request.slots), masks=masked)
+            found = summary(trace, fills=len(request.slots), masks=masked, copies=self.rearranged())
         else:
             returned, results = self.replayed(request) if request.graph else self.queued(request)
-            kernels, busy_ns = (), 0
         self.channel.send(returned)
         self.clock.wait_for_all()
         self.last_block = request, results
-        self.answer(request.nonce, request, results, kernels, busy_ns)
+        self.answer(request.nonce, request, results, found)
         # Tensors in reference cycles of the candidate's; what was loaded is too old for this.
         gc.collect(1)
+
+    def invoke(self, mapping: DeviceMapping, slot: int) -> Invoke:
+        """A call on a slot. What a candidate returns is copied there as its last part, on the call's own stream."""
+        call = mapping.calls[slot]
+        if not self.kernel.copied_under_the_clock:
+            return call
+        memory, place, materialise = mapping.memory, mapping.slots[slot], self._materialise
+
+        def call_and_copy() -> Any:
+            result = call()
+            if result is not None:
+                self.clock.use_stream()
+                self.returned.append((place, materialise(result, memory, place)))
+            return result
+
+        return call_and_copy
+
+    def rearranged(self) -> int:
+        """How many of the copies were from another order of memory, which takes a kernel of the framework's."""
+        return sum(
+            tensor.strides != item.spec.strides
+            for place, tensors in self.returned
+            for item, tensor in zip(place.separate, tensors, strict=True)
+        )
 
     def traced(self, request: RunBlock) -> tuple[list[tuple[int, int, str]], tuple[BlockReturned, list[Any]]]:
         """A queued block and what the device executed meanwhile: start and length in ns, and name."""
@@ -257,19 +320,21 @@ class DeviceLoop(CallLoop):
     def queued(self, request: RunBlock) -> tuple[BlockReturned, list[Any]]:
         """Queue every call between its events, then wait for the stream."""
         clock, mapping = self.clock, self.arenas[request.arena]
-        calls = mapping.calls
+        calls = [self.invoke(mapping, slot) for slot in range(len(mapping.calls))]
         moments = clock.moments(len(request.slots))
         results: deque[Any] = deque(maxlen=len(calls))
         clock.mark(clock.begin)
         if len(moments) <= len(calls):
             # A long queue is what do_bench times: calls that the host cannot keep up with take as long as there.
             clock.head_start(len(moments))
+        clock.mark(clock.ready)
         seen: set[int] = set()
         started = time.perf_counter_ns()
         for events, slot in zip(moments, request.slots, strict=True):
-            prepare = None if slot in seen else functools.partial(mapping.prepare, slot, request.mask)
+            again = len(moments) > len(calls)
+            prepare = mapping.preparation(slot, request.mask, first=slot not in seen, again=again)
             seen.add(slot)
-            results.append(clock.run(events, calls[slot], prepare))
+            results.append(clock.run(events, calls[slot], prepare, request.flush_bytes))
         clock.plan_head_start(time.perf_counter_ns() - started, len(moments))
         clock.wait()
         self.channel.send(Finished(nonce=request.nonce))
@@ -278,18 +343,20 @@ class DeviceLoop(CallLoop):
             elapsed_ns=tuple(clock.between_ns(events.start, events.stop) for events in moments),
             settled_ns=tuple(clock.between_ns(events.stop, events.settled) for events in moments),
             span_ns=clock.between_ns(clock.begin, moments[-1].settled),
+            head_ns=clock.between_ns(clock.begin, clock.ready),
         )
         return returned, list(results)
 
     def replayed(self, request: RunBlock) -> tuple[BlockReturned, list[Any]]:
         """Record the calls in one graph and time its replays; each sample is the mean of a replay's calls."""
         clock, mapping = self.clock, self.arenas[request.arena]
-        calls = [mapping.calls[slot] for slot in request.slots]
+        calls = [self.invoke(mapping, slot) for slot in request.slots]
         for slot in set(request.slots):
-            mapping.prepare(slot, request.mask)
+            mapping.prepare(slot, request.mask, keep=True)
         for invoke in calls:
             invoke()
         clock.wait_for_all()
+        self.returned.clear()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=clock.torch_stream, capture_error_mode="thread_local"):
@@ -299,6 +366,8 @@ class DeviceLoop(CallLoop):
         graph.replay()
         moments = clock.moments(GRAPH_REPLAYS)
         for events in moments:
+            for slot in set(request.slots):
+                mapping.restore(slot)
             clock.mark(events.start)
             graph.replay()
             clock.mark(events.stop)
@@ -308,19 +377,16 @@ class DeviceLoop(CallLoop):
         span_ns = clock.between_ns(moments[0].start, moments[-1].stop)
         return BlockReturned(nonce=request.nonce, elapsed_ns=tuple(times), settled_ns=(), span_ns=span_ns), results
 
-    def answer(
-        self, nonce: int, request: RunBlock, results: list[Any], kernels: tuple[KernelTime, ...] = (), busy_ns: int = 0
-    ) -> None:
-        """Copy returned tensors into their slots, strictly, and say that the outputs are there."""
-        tensors: list[ReturnedTensor] = []
+    def answer(self, nonce: int, request: RunBlock, results: list[Any], found: Executed | None = None) -> None:
+        """Copy returned tensors into their slots, strictly, unless that was done; say that the outputs are there."""
+        tensors = [tensor for _place, copied in self.returned for tensor in copied]
         mapping = self.arenas[request.arena]
         for slot, result in zip(request.slots[-len(results) :], results, strict=True):
-            if result is not None:
-                from pytest_klineage.worker.host.materialise import materialise
-
-                tensors += materialise(result, mapping.memory, mapping.slots[slot])
+            if result is not None and not self.returned:
+                tensors += self._materialise(result, mapping.memory, mapping.slots[slot])
         self.clock.wait_for_all()
-        self.channel.send(Done(nonce=nonce, tensors=tuple(tensors), kernels=kernels, busy_ns=busy_ns))
+        found = found or Executed(kernels=(), busy_ns=0, flush_ns=0)
+        self.channel.send(Done(nonce=nonce, tensors=tuple(tensors), **found._asdict()))
 
 
 def code_of(error: BaseException) -> Code:
@@ -331,22 +397,29 @@ def code_of(error: BaseException) -> Code:
 
 
 def halves(tensor: Any) -> Any:
-    """A tensor's memory as 16-bit integers, the mask's size; every data type here is at least as wide."""
+    """A tensor's memory as 16-bit integers, the mask's size; an odd byte at the end is left out."""
     flat = tensor.as_strided((tensor.numel(),), (1,))
+    if flat.element_size() == 1:
+        flat = flat.view(torch.uint8)[: flat.numel() // 2 * 2]
     return flat.view(torch.int16)
 
 
-def summary(executed: list[tuple[int, int, str]], *, fills: int, masks: int) -> tuple[tuple[KernelTime, ...], int]:
+def summary(executed: list[tuple[int, int, str]], *, fills: int, masks: int, copies: int = 0) -> Executed:
     """Kernels by name, and for how long the device was busy with them, without what is ours.
 
     Ours are the flushes (so many of the longest fills, by a name that no function can have), the unmasking (so many of
-    the shortest of its name: never more time than was ours), and the head start (the first of its name).
+    the shortest of its name: never more time than was ours), and the head start (the first of its name). Copies from
+    other orders of memory are ours by name and the call's by time.
     """
-    ours = longest(executed, FILL, fills)
+    flushes = longest(executed, FILL, fills)
+    ours = list(flushes)
     ours += sorted((item for item in executed if MASK_KERNEL in item[2]), key=lambda item: item[1])[:masks]
     ours += sorted(item for item in executed if HEAD_START_KERNEL in item[2])[:1]
     left = list((Counter(executed) - Counter(ours)).elements())
-    return by_name(left), covered_ns([(start, start + length) for start, length, _name in left])
+    copied = sorted((item for item in left if COPY_KERNEL in item[2]), key=lambda item: item[1])[:copies]
+    busy_ns = covered_ns([(start, start + length) for start, length, _name in left])
+    kernels = by_name(list((Counter(left) - Counter(copied)).elements()))
+    return Executed(kernels, busy_ns, sum(length for _start, length, _name in flushes))
 
 
 def longest(executed: list[tuple[int, int, str]], word: str, count: int) -> list[tuple[int, int, str]]:

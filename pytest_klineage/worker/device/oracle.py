@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,13 +19,14 @@ from pytest_klineage.records.messages import (
     TimeRequest,
 )
 from pytest_klineage.worker.device.calls import DeviceClock
-from pytest_klineage.worker.device.rounds import Block, BlockOutcome, DevicePlayer
+from pytest_klineage.worker.device.rounds import Block, BlockOutcome, DevicePlayer, Flush
 from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
 from pytest_klineage.worker.rounds import View, WorkerProblem
 
 if TYPE_CHECKING:
     from pytest_klineage.worker.oracle import Oracle
 
+FLUSH_TRIES = 12
 SETTLE_CALLS = 40
 """Empty calls from which the oracle learns how long an idle device takes to find itself idle."""
 
@@ -51,6 +53,22 @@ def settle_time_ns(*, head_start: bool = True) -> int:
     return times[len(times) // 2]
 
 
+def flush_time_ns(num_bytes: int) -> int:
+    """Shortest time in which the device writes so many bytes: another gate may be at work during some of the tries."""
+    if not num_bytes:
+        return 0
+    clock = DeviceClock(num_bytes)
+    moments = clock.moments(FLUSH_TRIES)
+    clock.head_start(FLUSH_TRIES)
+    for events in moments:
+        clock.run(events, lambda: None, None, num_bytes)
+    clock.wait()
+    # From where one empty call has settled to where the next one starts there is a flush and nothing else.
+    times = [clock.between_ns(first.settled, second.start) for first, second in itertools.pairwise(moments)]
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    return min(times)
+
+
 class Blocks:
     """Blocks of calls for one oracle."""
 
@@ -59,6 +77,14 @@ class Blocks:
         # The least of three: another gate may have been at work on the GPU during one of them.
         self.settle_ns = min(settle_time_ns() for _ in range(3))
         self.host_bound_ns = sorted(settle_time_ns(head_start=False) for _ in range(3))[1]
+        self._flushes: dict[int, Flush] = {}
+
+    def flush(self, num_bytes: int) -> Flush:
+        """A flush of so many bytes, with the time that it takes here."""
+        if num_bytes not in self._flushes:
+            self._flushes[num_bytes] = Flush(bytes=num_bytes, ns=flush_time_ns(num_bytes))
+            torch.cuda.empty_cache()
+        return self._flushes[num_bytes]
 
     def check(self, request: CheckRequest, arena: int) -> Checked:
         """One planned check as a block of a single call."""
@@ -147,6 +173,8 @@ class Blocks:
         count = self._turn(role).arenas[0].num_slots
         if "fresh_inputs" not in request.defences:
             return [Plain(problems.timed[0])] * count, False
+        if not problems.has_symmetry:
+            return [Plain(problems.novel()) for _ in range(count)], True
         if oracle.schedule.novel_is_due():
             problem = problems.novel()
             return [Disguised(problem, f"{oracle.schedule.random.getrandbits(128):x}") for _ in range(count)], True

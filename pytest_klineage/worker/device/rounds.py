@@ -22,14 +22,20 @@ from pytest_klineage.records.messages import (
     Sample,
 )
 from pytest_klineage.worker.device.arena import DeviceArena
-from pytest_klineage.worker.device.calls import GRAPH_REPLAYS, halves
+from pytest_klineage.worker.device.calls import (
+    CYCLES_PER_NS,
+    GRAPH_REPLAYS,
+    HEAD_START_CALLS,
+    HEAD_START_CYCLES,
+    halves,
+)
 from pytest_klineage.worker.rounds import (
     EARLY_SAMPLES,
     Player,
     WorkerProblem,
     compare,
+    flat_bits,
     prepare,
-    storage_extent,
 )
 
 PROFILE_SLACK_S = 30.0
@@ -40,6 +46,8 @@ LATE_SHARE, LATE_NS = 0.25, 5000
 """Work after a call's own stream has finished counts as late beyond this share of the call, and beyond this long."""
 LATE_BLOCKS = 20
 """One late block of a process, and one more for so many, are charged and no more: a host that stalls looks like one."""
+FLUSH_SHARE = 0.75
+"""Of the time that the oracle has measured for a flush, and of the head start's, what a block must have."""
 SETTLE_NOISE_NS = 1000
 """What the device may take beyond twice the usual to find that nothing is left to do."""
 
@@ -80,15 +88,50 @@ class BlockOutcome(msgspec.Struct, frozen=True, kw_only=True):
     claimed_ns: int = 0
 
 
+class Flush(msgspec.Struct, frozen=True, kw_only=True):
+    """What is written before a call, and how long that takes on this device by the oracle's own measurement."""
+
+    bytes: int = 0
+    ns: int = 0
+
+
+def unflushed(block: Block, returned: BlockReturned, done: Done, flush: Flush, num_slots: int) -> Reason | None:
+    """A reason when a block, or its trace, has no room for the flushes that belong to it.
+
+    What a block spans, less its head start, its calls and their settling, is flushes and what lies between: never less
+    than the flushes alone. The head start is bounded from below by the device's clock, so that neither can be called
+    the other.
+    """
+    if block.graph or not flush.ns:
+        return None
+    least_ns = int(FLUSH_SHARE * block.calls * flush.ns)
+    between_ns = returned.span_ns - returned.head_ns - sum(returned.elapsed_ns) - sum(returned.settled_ns)
+    head_ns = least_head_start_ns(block.calls) if block.calls <= num_slots else 0
+    evidence = {"between_ns": between_ns, "least_ns": least_ns, "head_ns": returned.head_ns, "least_head_ns": head_ns}
+    if between_ns < least_ns or returned.head_ns < head_ns:
+        told = f"{between_ns / 1e3:.0f} us for flushes, which take {least_ns / 1e3:.0f} us or more"
+        message = f"{block.calls} calls and a head start of {returned.head_ns / 1e3:.0f} us left {told}"
+    elif block.profile and done.flush_ns < least_ns:
+        message = (
+            f"the device wrote {done.flush_ns / 1e3:.0f} us of flushes while traced, which take {least_ns / 1e3:.0f}"
+        )
+    else:
+        return None
+    return Reason(code=Code.CLOCK, message=message, evidence=dict(evidence))
+
+
+def least_head_start_ns(calls: int) -> int:
+    """The shortest head start of a block that there can be."""
+    return int(FLUSH_SHARE * HEAD_START_CYCLES * min(calls, HEAD_START_CALLS) / CYCLES_PER_NS)
+
+
 class EarlyLook:
     """Random elements of all outputs of a block, to be read the moment the block has ended."""
 
     def __init__(self, arena: DeviceArena, slots: Sequence[int]) -> None:
         # The last call's first: nobody had less time to fill it in afterwards.
         self._flat = {
-            slot: {
-                name: tensor.as_strided((storage_extent(tensor),), (1,)) for name, tensor in arena.outputs(slot).items()
-            }
+            slot: {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
             for slot in dict.fromkeys(reversed(slots))
         }
         self._where = {
@@ -115,6 +158,8 @@ class DevicePlayer(Player):
         """How long an idle device takes to find itself idle, by the oracle's own measurement."""
         self.host_bound_ns = host_bound_ns
         """The same where the device waits for the host."""
+        self.flush = Flush()
+        """What is to be written before every call."""
         self.is_new = True
         """Whether nothing of it was timed yet: what it replaces may still be ending on the device."""
         self._blocks = self._late_blocks = self._events = 0
@@ -137,6 +182,8 @@ class DevicePlayer(Player):
         whole, calls = self._samples(block, returned, wall_ns)
         checks: list[Check] = []
         reasons = self._late_once_too_often(returned) if block.alone and "two_clocks" in defences else []
+        if "two_clocks" in defences and (reason := unflushed(block, returned, done, self.flush, arena.num_slots)):
+            reasons.append(reason)
         # Kept over the checks of the slots, each of which begins anew.
         earlier = self.previous
         for index, view in enumerate(block.views):
@@ -163,7 +210,8 @@ class DevicePlayer(Player):
         look = EarlyLook(arena, block.slots)
         torch.cuda.synchronize()
         request = RunBlock(
-            arena=block.arena, slots=block.slots, nonce=nonce, mask=mask, graph=block.graph, profile=block.profile
+            arena=block.arena, slots=block.slots, nonce=nonce, mask=mask, graph=block.graph, profile=block.profile,
+            flush_bytes=self.flush.bytes,
         )  # fmt: skip
         limit_s = deadline_s * max(1, block.calls // 10) + (PROFILE_SLACK_S if block.profile else 0.0)
         self.freeze(False)
@@ -190,7 +238,9 @@ class DevicePlayer(Player):
                     evidence={"span_ns": returned.span_ns, "wall_ns": wall_ns, "times": len(returned.elapsed_ns)},
                 )
             )
-        return returned, done, wall_ns, {} if done.tensors or block.graph else early
+        # What a reference returned was copied after the block, and a graph is recorded before it.
+        is_late = block.graph or (bool(done.tensors) and self.role == "reference")
+        return returned, done, wall_ns, {} if is_late else early
 
     def _receive_until(self, ends: float, kind: type, nonce: int):  # type: ignore[no-untyped-def]  # returns `kind`
         """The next message of an exchange that has one deadline, however many messages it has."""

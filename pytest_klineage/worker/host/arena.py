@@ -23,8 +23,13 @@ GUARD_BYTES = 4096
 ALIGNMENT = 64
 SLOTS = 2
 """Two complete argument sets, so that the same content comes at different addresses and the other way round."""
-NAN_BITS = {2: 0x7FDB, 4: 0x7FDBDBDB, 8: 0x7FFBDBDBDBDBDBDB}
-"""By size in bytes, a NaN that no arithmetic produces; the two-byte one is a NaN in fp16 and in bf16."""
+NAN_BITS = {1: 0x7F, 2: 0x7FDB, 4: 0x7FDBDBDB, 8: 0x7FFBDBDBDBDBDBDB}
+"""By size in bytes, a NaN that no arithmetic produces; the two-byte one is a NaN in fp16 and in bf16, the only one of
+one byte in both kinds of fp8."""
+BYTES = (0xDB, 0xB7)
+"""What fills a tensor of one-byte integers or booleans, by kind."""
+LOWEST = {"fp16": -60000.0, "fp8_e4m3": -448.0, "fp8_e5m2": -57344.0}
+"""A huge negative number; of other types it is -3e38."""
 SKEW_BYTES = 1344
 """Added between slots: the second slot's tensors start at another offset within a page."""
 
@@ -35,12 +40,17 @@ def plan(signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignm
     for index in range(num_slots):
         cursor += shift + index * SKEW_BYTES
         placed: list[tuple[Placement, ...]] = []
+        known: dict[str, Placement] = {}
         for specs in (signature.inputs, signature.outputs):
             group = []
             for spec in specs:
+                if spec.name in known:
+                    group.append(known[spec.name])
+                    continue
                 num_bytes = spec.num_elements * DTYPES[spec.dtype]
                 cursor = -(-cursor // alignment) * alignment
-                group.append(Placement(spec=spec, offset=cursor, num_bytes=num_bytes))
+                known[spec.name] = Placement(spec=spec, offset=cursor, num_bytes=num_bytes)
+                group.append(known[spec.name])
                 cursor += num_bytes + 2 * GUARD_BYTES
             placed.append(tuple(group))
         slots.append(Slot(inputs=placed[0], outputs=placed[1]))
@@ -109,7 +119,7 @@ class SharedArena:
 
     def broken_guards(self, slot: int) -> list[str]:
         """Names of the tensors of a slot beside which something was written."""
-        items = (*self.arena.slots[slot].inputs, *self.arena.slots[slot].outputs)
+        items = (*self.arena.slots[slot].inputs, *self.arena.slots[slot].separate)
         return [item.spec.name for item in items if not self._intact(item)]
 
     def _intact(self, item: Placement) -> bool:
@@ -134,12 +144,14 @@ class SharedArena:
 
 def poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> None:
     """Fill an output with values no correct kernel leaves behind: a rare NaN or a huge number, an impossible index."""
-    if spec.dtype.startswith("int") or spec.dtype.startswith("uint"):
-        tensor.fill_(-7 if kind == 0 else 1 << 30)
+    if spec.dtype in ("bool", "int8", "uint8"):
+        as_integers(tensor).fill_(BYTES[kind])
+    elif spec.dtype.startswith("int"):
+        tensor.fill_(-7 if kind == 0 else (1 << 30 if tensor.element_size() > 2 else 1 << 14))
     elif kind == 0:
         as_integers(tensor).fill_(NAN_BITS[tensor.element_size()])
     else:
-        tensor.fill_({"fp16": -60000.0}.get(spec.dtype, -3.0e38))
+        tensor.fill_(LOWEST.get(spec.dtype, -3.0e38))
 
 
 def is_poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter_ns
@@ -47,6 +48,7 @@ class CallLoop:
         """Mappings; a GPU's loop has its own kind."""
         self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
         self.last: Any = None
+        self._materialise = materialise_if_needed()
 
     def serve(self) -> None:
         """Answer until told to stop or until the oracle is gone."""
@@ -78,10 +80,17 @@ class CallLoop:
     def run(self, request: Any, clock: Any = perf_counter_ns) -> None:
         """Call the kernel once. The clock is bound before any candidate could replace it."""
         mapping = self.arenas[request.arena]
-        invoke = mapping.calls[request.slot]
+        invoke, memory, slot = mapping.calls[request.slot], mapping.memory, mapping.slots[request.slot]
+        at_once, materialise = self.kernel.copied_under_the_clock, self._materialise
+        tensors: tuple[ReturnedTensor, ...] = ()
         try:
+            # A reference may convert its inputs, untimed; a candidate's call has nothing of the kind.
+            if before := getattr(invoke, "before", None):
+                before()
             start = clock()
             result = invoke()
+            if result is not None and at_once:
+                tensors = materialise(result, memory, slot)
             stop = clock()
         except SurfaceFailure as failure:
             self.channel.send(Failed(nonce=request.nonce, code=failure.code, message=failure.message))
@@ -97,20 +106,31 @@ class CallLoop:
         self.channel.send(Returned(nonce=request.nonce, elapsed_ns=stop - start))
         self.last = result
         self.results.append(result)
-        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], result)
+        self.finish(request.nonce, memory, slot, result, tensors)
         if self._after_first is not None:
             self._after_first()
             self._after_first = None
 
-    def finish(self, nonce: int, memory: MappedMemory, slot: Slot, result: Any) -> None:
-        """Copy returned tensors into the arena, strictly, and report where they lay."""
-        tensors: tuple[ReturnedTensor, ...] = ()
-        if result is not None:
-            from pytest_klineage.worker.host.materialise import materialise
-
+    def finish(
+        self, nonce: int, memory: MappedMemory, slot: Slot, result: Any, tensors: tuple[ReturnedTensor, ...] = ()
+    ) -> None:
+        """Copy returned tensors into the arena, strictly, unless that has been done, and report where they lay."""
+        if result is not None and not tensors:
             try:
-                tensors = materialise(result, memory, slot)
+                tensors = self._materialise(result, memory, slot)
             except SurfaceFailure as failure:
                 self.channel.send(Failed(nonce=nonce, code=failure.code, message=failure.message))
                 return
         self.channel.send(Done(nonce=nonce, tensors=tensors))
+
+
+def materialise_if_needed() -> Any:
+    """The function that copies returned tensors, where there is a framework to return them.
+
+    Import this process's part of it before any candidate.
+    """
+    if "torch" not in sys.modules:
+        return None
+    from pytest_klineage.worker.host.materialise import materialise
+
+    return materialise

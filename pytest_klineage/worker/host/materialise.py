@@ -1,7 +1,8 @@
 """Turning what a Python kernel returned into bytes in the arena, by our own hand and only from plain tensors.
 
-The methods used here are taken from the C type before any candidate is imported, so that replacing `torch.Tensor.copy_`
-or setting attributes on an instance changes nothing.
+Whose tensors they are decides when: a candidate's are copied under the clock and in the trace, so that nothing can be
+computed after them; a reference's are copied afterwards. The methods used here are taken from the C type before any
+candidate is imported, so that replacing `torch.Tensor.copy_` or setting attributes on an instance changes nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 
-from pytest_klineage.records import Code, Slot
+from pytest_klineage.records import Code, Placement, Slot
 from pytest_klineage.records.messages import ReturnedTensor
+from pytest_klineage.references.functions import OutOfPlace
 from pytest_klineage.surfaces.base import MappedMemory, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
 
@@ -27,20 +29,27 @@ SHAPE: Any = _base.shape
 DTYPE: Any = _base.dtype
 DEVICE: Any = _base.device
 LAYOUT: Any = _base.layout
+RECORDS: Any = torch.return_types
+CONTAINERS = frozenset({tuple, list, *(kind for kind in vars(RECORDS).values() if isinstance(kind, type))})
+"""What outputs may be returned in, beside a dict: exactly these types, the last of them those of torch.topk and its
+like. Nobody can derive from those, and looking through any of these runs no code of the candidate's."""
 DETACH: Callable[..., Any] = _base.detach
 
 
 def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[ReturnedTensor, ...]:
     """Copy returned tensors into the slot's outputs. Raises SurfaceFailure naming the output that is amiss."""
-    values = list(result.values()) if type(result) is dict else result
-    tensors = list(values) if isinstance(values, tuple | list) else [values]
-    if len(tensors) != len(slot.outputs):
-        raise SurfaceFailure(
-            Code.OUTPUT_COUNT, f"the kernel returned {len(tensors)} outputs, the operator has {len(slot.outputs)}"
-        )
+    out_of_place = type(result) is OutOfPlace
+    tensors = list(dict.values(result)) if out_of_place else returned_tensors(result)
+    separate = slot.separate
+    placements = slot.outputs if len(tensors) == len(slot.outputs) else separate
+    if len(tensors) != len(placements):
+        message = f"the kernel returned {len(tensors)} outputs, the operator has {len(separate)}"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
     found = []
-    for tensor, placement in zip(tensors, slot.outputs, strict=True):
+    for tensor, placement in zip(tensors, placements, strict=True):
         view = tensor_view(memory, placement)
+        if placement not in separate and not to_be_copied(tensor, view, placement, may_differ=out_of_place):
+            continue
         check(tensor, view, placement.spec.name)
         tensor = DETACH(tensor)
         strides = tuple(STRIDE(tensor))
@@ -51,6 +60,34 @@ def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[Returned
             COPY(view, tensor)
         found.append(ReturnedTensor(address=DATA_PTR(tensor), num_bytes=extent_bytes(tensor, strides), strides=strides))
     return tuple(found)
+
+
+def returned_tensors(result: Any) -> list[Any]:
+    """What a kernel returned, one by one. Raises SurfaceFailure for a container that could compute meanwhile."""
+    kind = type(result)
+    if kind is dict:
+        return list(dict.values(result))
+    if kind in CONTAINERS:
+        return list(result)
+    if isinstance(result, tuple | list | dict):
+        named = f"a {kind.__name__}, which is derived from {kind.__mro__[-2].__name__}"
+        raise SurfaceFailure(Code.FAKE_TENSOR, f"the kernel returned {named}; return a plain tuple, list or dict")
+    return [result]
+
+
+def to_be_copied(tensor: Any, view: torch.Tensor, placement: Placement, *, may_differ: bool) -> bool:
+    """Whether a result for an inout tensor has yet to be copied there: only a reference's may lie elsewhere.
+
+    Raises SurfaceFailure for a kernel that returns another tensor than the one that it was to overwrite.
+    """
+    name = placement.spec.name
+    check(tensor, view, name)
+    if DATA_PTR(tensor) == DATA_PTR(view) and STRIDE(tensor) == STRIDE(view):
+        return False
+    if not may_differ:
+        message = f"the kernel returned a new tensor for {name}, which it is to overwrite in place"
+        raise SurfaceFailure(Code.OUTPUT_COUNT, message)
+    return True
 
 
 def check(tensor: Any, view: torch.Tensor, name: str) -> None:

@@ -212,7 +212,8 @@ SYSCALLS = {
         "rt_tgsigqueueinfo": 297, "open_by_handle_at": 304, "move_mount": 429, "fsopen": 430, "settimeofday": 164,
         "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
         "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302, "mmap": 9,
-        "sched_setaffinity": 203,
+        "sched_setaffinity": 203, "timer_create": 222, "mq_open": 240, "mq_notify": 244, "io_submit": 209,
+        "fcntl": 72, "ioctl": 16,
     },
     "aarch64": {
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
@@ -223,11 +224,18 @@ SYSCALLS = {
         "rt_tgsigqueueinfo": 240, "open_by_handle_at": 265, "move_mount": 429, "fsopen": 430, "settimeofday": 170,
         "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
         "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261, "mmap": 222,
-        "sched_setaffinity": 122,
+        "sched_setaffinity": 122, "timer_create": 107, "mq_open": 180, "mq_notify": 184, "io_submit": 2,
+        "fcntl": 25, "ioctl": 29,
     },
 }  # fmt: skip
 PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
-CONDITIONAL_CALLS = ("clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity")
+CONDITIONAL_CALLS = (
+    "clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity", "fcntl", "ioctl",
+)  # fmt: skip
+SIGNALLING = {"fcntl": (8, 10, 15, 1024, 1026), "ioctl": (0x5452, 0x8901, 0x8902)}
+"""By system call, the commands that have the system send signals later on, which would wake a stopped process:
+F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY; FIOASYNC, FIOSETOWN, SIOCSPGRP."""
+F_SETFL, O_ASYNC = 4, 0x2000
 PROT_EXEC, MAP_ANONYMOUS = 0x4, 0x20
 CLONE_THREAD = 0x00010000
 EPERM, ENOSYS = 1, 38
@@ -310,6 +318,9 @@ def seccomp_program(
         if not (allow_processes and name == "kill"):
             program += _only(numbers[name], EQUAL, own_pid)
     program += _only(numbers["prlimit64"], EQUAL, 0)
+    for name, commands in SIGNALLING.items():
+        program += _never(numbers[name], commands)
+    program += _never_asynchronous(numbers["fcntl"])
     if not allow_processes:
         # Threads are wanted, processes are not; clone3 hides its flags behind a pointer, so libc is told to use clone.
         program += [(EQUAL, 0, 1, numbers["clone3"]), absent, *_only(numbers["clone"], BIT_SET, CLONE_THREAD)]
@@ -320,3 +331,18 @@ def seccomp_program(
 def _only(number: int, test: int, value: int) -> list[Instruction]:
     """Allow one system call only when its first argument passes a test against `value`."""
     return [(EQUAL, 0, 4, number), (LOAD, 0, 0, ARGUMENT_0), (test, 1, 0, value), REFUSE, ALLOW]
+
+
+def _never(number: int, commands: tuple[int, ...]) -> list[Instruction]:
+    """Refuse one system call with these commands, which are its second argument; go on with the number otherwise."""
+    body: list[Instruction] = [(LOAD, 0, 0, ARGUMENT_0 + 8)]
+    for command in commands:
+        body += [(EQUAL, 0, 1, command), REFUSE]
+    return [(EQUAL, 0, len(body) + 1, number), *body, (LOAD, 0, 0, 0)]
+
+
+def _never_asynchronous(number: int) -> list[Instruction]:
+    """Refuse fcntl(F_SETFL) with O_ASYNC."""
+    body = [(LOAD, 0, 0, ARGUMENT_0 + 8), (EQUAL, 0, 3, F_SETFL), (LOAD, 0, 0, ARGUMENT_0 + 16),
+            (BIT_SET, 0, 1, O_ASYNC), REFUSE]  # fmt: skip
+    return [(EQUAL, 0, len(body) + 1, number), *body, (LOAD, 0, 0, 0)]

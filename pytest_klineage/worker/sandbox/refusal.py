@@ -1,19 +1,18 @@
 """Making the framework's computing operations raise, process-wide, so that a wrapper around the framework shows.
 
 Every operator gets CPU and CUDA implementations that raise, except allocation, views, copies and type glue. The
-override sits in the dispatcher, so it also holds in other threads and for calls from C++. It does not hold for whoever
-calls a function of the framework's library directly.
+override sits in the dispatcher, so it also holds in other threads and for calls from C++. Whoever calls a function of
+the framework's library directly meets a trap (traps.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import platform
+import functools
 import warnings
-from pathlib import Path
 from typing import Any
+
+from pytest_klineage.worker.traps import Operators, places, set_traps
 
 GLUE = frozenset(
     [
@@ -102,6 +101,8 @@ GLUE = frozenset(
         "resolve_neg",
         "equal",
         "copy",
+        # Says which of several implementations will be called.
+        "_fused_sdp_choice",
         # By which inputs are unmasked on a GPU.
         "bitwise_xor",
         "bitwise_xor_",
@@ -113,7 +114,12 @@ KEYS = (
     "CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA",
 )  # fmt: skip
 """Where the dispatcher keeps implementations for CPUs and GPUs: by the layout of the tensors."""
-DIRECT = frozenset(["_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback"])
+DIRECT = frozenset([
+    "_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback", "fbgemm_linear_fp16_weight",
+    "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
+    "fbgemm_linear_int8_weight_fp32_activation", "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix",
+    "fbgemm_linear_quantize_weight",
+])  # fmt: skip
 """Operators that are declared as composed of others and yet compute themselves."""
 
 
@@ -125,7 +131,7 @@ def refuse_compute() -> None:
     """Replace the CPU and CUDA implementations of every computing operator in this process. There is no way back."""
     import torch
 
-    libraries: dict[str, Any] = {}
+    names, libraries = trapped_names(), dict[str, Any]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sorted(set(torch._C._dispatch_get_all_op_names())):
@@ -142,64 +148,37 @@ def refuse_compute() -> None:
                 # One that somebody else has replaced from Python already calls operators that are refused.
                 with contextlib.suppress(RuntimeError):
                     libraries[namespace].impl(rest, refuser(name), key)
-    trap_blas()
+    set_traps(names)
     # The registrations end with the library objects; they must live as long as the process.
     setattr(torch, "_klineage_refusal", libraries)  # noqa: B010  # mypy knows no such attribute
 
 
-def trap_blas() -> None:
-    """Overwrite the entry points of the BLAS that the framework brings, so that calling one by its symbol crashes.
-
-    The pages are this process's own copies; nobody else sees the change. Without effect where the symbols are hidden.
-    """
-    trap = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}.get(platform.machine())  # ud2, udf #0
-    if trap is None:
-        return
-    process, libc = ctypes.CDLL(None), ctypes.CDLL(None, use_errno=True)
-    page = mmap.PAGESIZE
-    for path in framework_libraries():
-        library = ctypes.CDLL(path)
-        for name in BLAS_NAMES:
-            for handle in (library, process):
-                with contextlib.suppress(AttributeError):
-                    address = ctypes.cast(getattr(handle, name), ctypes.c_void_p).value or 0
-                    start, length = address & -page, (address & (page - 1)) + len(trap)
-                    writable = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
-                    if libc.mprotect(ctypes.c_void_p(start), length, writable) == 0:
-                        ctypes.memmove(address, trap, len(trap))
-                        libc.mprotect(ctypes.c_void_p(start), length, mmap.PROT_READ | mmap.PROT_EXEC)
-
-
-def framework_libraries() -> list[str]:
-    """The framework's shared libraries that may export a BLAS."""
+@functools.cache
+def trapped_names() -> Operators:
+    """The operators as they are before any is replaced. One that is made of others calls those, which say why not."""
     import torch
 
-    return sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu*.so*"))
+    names = set(torch._C._dispatch_get_all_op_names())
+
+    def having(*keys: str) -> set[str]:
+        return {plain_name(name) for name in names if any(has_kernel(name, key) for key in keys)}
+
+    made = having("CompositeImplicitAutograd") - having("CPU") - DIRECT
+    harmless = frozenset(name.rstrip("_") for name in GLUE) | GLUE | made
+    # Of any operator there is an overload with a destination that only copies.
+    names = {name for name in names if not name.endswith("out")}
+    composed = having("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    return Operators(frozenset(having(*KEYS) | DIRECT) - harmless, frozenset(composed), harmless)
 
 
-def blas_names() -> list[str]:
-    """Names under which a BLAS exports its products: Fortran's and C's, all four types."""
-    products = (
-        "gemm",
-        "gemv",
-        "ger",
-        "symm",
-        "symv",
-        "syrk",
-        "trmm",
-        "trsm",
-        "dot",
-        "axpy",
-        "gemm3m",
-        "gemmt",
-        "gemm_batch",
-    )
-    names = [f"{kind}{product}" for kind in "sdcz" for product in products]
-    fortran = [form for name in names for form in (name, f"{name}_", name.upper(), f"{name.upper()}_", f"{name}_64_")]
-    return [*fortran, *(f"cblas_{name}" for name in names), *(f"cblas_{name}_64" for name in names), "dnnl_sgemm"]
+def plain_name(name: str) -> str:
+    """An operator without namespace and overload: add of aten::add.Tensor."""
+    return name.partition("::")[2].partition(".")[0]
 
 
-BLAS_NAMES = blas_names()
+def prepare() -> None:
+    """Find what will be trapped before workers are forked, each of which would look for itself."""
+    places(trapped_names())
 
 
 def has_kernel(name: str, key: str) -> bool:

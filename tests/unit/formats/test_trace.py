@@ -94,9 +94,9 @@ def test_what_is_exported_comes_back(case: KernelCase) -> None:
 def test_an_exported_reference_computes_the_case(case: KernelCase) -> None:
     import torch
 
-    from pytest_klineage.operators import operator
+    from pytest_klineage.operators import operator_of
 
-    chosen = operator(case.operator)
+    chosen = operator_of(case)
     inputs = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.regimes[0])
     namespace: dict[str, Any] = {}
     exec(definition_of(case).reference, namespace)

@@ -398,5 +398,47 @@ class TestMemory:
         assert findings.memory_reason(self.samples(5.0, 10.0)) is None
 
     def test_a_few_new_inputs_prove_nothing(self) -> None:
-        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=12)) is None
-        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=16)) is not None
+        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=28)) is None
+        assert findings.memory_reason(self.samples(10.0, 1.0, pairs=32)) is not None
+
+    def test_a_reference_that_is_noise_does_not_hide_memory(self) -> None:
+        noisy = self.samples(10.0, 1.0, pairs=64)
+        noisy.reference = [10.0 ** (index * 7 % 5 - 2) for index in range(64)]
+        assert findings.memory_reason(noisy) is not None
+
+    def test_a_reference_that_is_slower_on_new_inputs_too_clears_the_candidate(self) -> None:
+        both = self.samples(10.0, 1.0, pairs=64)
+        both.reference = [10.0 if new else 1.0 for new in both.novel]
+        assert findings.memory_reason(both) is None
+
+
+class TestNovelClock:
+    """A clock that is bent on new inputs only."""
+
+    def samples(self, hidden_ms: float, pairs: int = 40, everywhere: bool = False) -> Samples:
+        novel = [index % 4 == 0 for index in range(pairs)]
+        own = [1.0 + 0.01 * (index % 7) for index in range(pairs)]
+        return Samples(
+            reference=own[:], candidate=own[:], reference_wall=[ms + 0.1 for ms in own],
+            candidate_wall=[
+                ms + 0.1 + (hidden_ms if new or everywhere else 0) for ms, new in zip(own, novel, strict=True)
+            ],
+            novel=novel,
+        )  # fmt: skip
+
+    def test_time_that_only_new_inputs_hide_is_a_cheat(self) -> None:
+        reason = findings.novel_clock_reason(self.samples(20.0))
+        assert reason is not None
+        assert reason.code is Code.CLOCK
+        assert findings.clock_reason(self.samples(20.0)) is None, "it has another reason already"
+
+    def test_gaps_that_all_calls_have_say_nothing_about_new_inputs(self) -> None:
+        assert findings.novel_clock_reason(self.samples(20.0, everywhere=True)) is None
+        assert findings.novel_clock_reason(self.samples(0.3)) is None
+
+    def test_a_few_new_inputs_prove_nothing(self) -> None:
+        assert findings.novel_clock_reason(self.samples(20.0, pairs=28)) is None
+
+    def test_what_the_clock_hid_shows_in_the_charged_samples(self) -> None:
+        assert findings.memory_reason(self.samples(20.0)) is None
+        assert findings.memory_reason(findings.charged(self.samples(20.0))) is not None

@@ -54,7 +54,8 @@ def test_target_policy_and_further_shapes() -> None:
     [
         ("gemn", (1, 1, 1), "fp32", {}, "gemm"),
         ("gemm", (1, 1, 1), "fp8", {}, "bf16"),
-        ("gemm", (1, 1, 1), "fp32", {"layout": "nhwc"}, "option for gemm"),
+        ("gemm", (1, 1, 1), "fp32", {"causal": True}, "option for gemm"),
+        ("gemm", (1, 1, 1), "fp32", {"layout": "nhwc"}, "nt"),
         ("conv2d", (1, 1, 4, 4, 1, 3, 1, 1), "fp32", {"layout": "nwhc"}, "nhwc"),
         ("gemm", {"M": 1, "N": 1, "L": 1}, "fp32", {}, "axis of gemm"),
     ],
@@ -120,6 +121,16 @@ def test_channels_last_strides_are_those_of_torch() -> None:
         assert tensor.stride() == spec.strides, spec.name
     assert signature.outputs[0].shape == (2, 4, 5, 6)
     assert signature.scalars == {"stride": 1.0, "pad": 1.0}
+
+
+@pytest.mark.parametrize(("layout", "transposed"), [("nn", ""), ("nt", "b"), ("tn", "a"), ("tt", "ab")])
+def test_a_t_in_a_gemm_layout_is_a_transposed_operand(layout: str, transposed: str) -> None:
+    signature = OPERATORS["gemm"].signature(make_case("gemm", (3, 5, 7), "bf16", "torch", layout=layout))
+    for spec in (*signature.inputs, *signature.outputs):
+        rows, columns = spec.shape
+        tensor = torch.empty(columns, rows).t() if spec.name in transposed else torch.empty(rows, columns)
+        assert tensor.stride() == spec.strides, spec.name
+    assert [spec.shape for spec in signature.inputs] == [(3, 7), (7, 5)]
 
 
 def test_bshd_strides() -> None:

@@ -102,3 +102,9 @@ class TestTopK:
         assert int(plus.min()) > 0
         assert int(plus.max()) < self.case.shape["K"]
         assert bool((x == -float("inf")).any(1).all())
+
+    def test_two_clusters_lie_about_plus_and_minus_ten(self) -> None:
+        x = draw(self.case, "two_clusters")["x"]
+        assert ((x.abs() - 10).abs() < 0.01).all()
+        assert 0.4 < (x > 0).double().mean() < 0.6
+        assert (x.unique(dim=1).shape[1]) > self.case.shape["K"]

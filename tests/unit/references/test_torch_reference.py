@@ -30,6 +30,8 @@ from pytest_klineage.references import torch as torch_reference
 
 CASES = {
     "gemm": ("gemm", (33, 17, 65), {}),
+    "gemm-nt": ("gemm", (33, 17, 65), {"layout": "nt"}),
+    "gemm-tt": ("gemm", (33, 17, 65), {"layout": "tt"}),
     "conv2d": ("conv2d", (2, 8, 9, 11, 5, 3, 2, 1), {}),
     "conv2d-nhwc": ("conv2d", (2, 8, 9, 11, 5, 3, 1, 1), {"layout": "nhwc"}),
     "fmha": ("fmha", (2, 3, 70, 16), {}),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pytest_klineage.errors import UsageError
 from pytest_klineage.gate.timing.policy import POLICIES, Paired
 from pytest_klineage.gate.timing.statistics import paired_interval
-from pytest_klineage.records import Code, Interval, Machine, Timing, Verdict
+from pytest_klineage.records import Code, Definition, Interval, Machine, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Outcome, Pin, samples_digest
 from pytest_klineage.report.compare import (
     UNPAIRED,
@@ -357,3 +357,21 @@ def test_a_tolerance_is_read(text: str, margin: float) -> None:
 def test_a_tolerance_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="slower:3%"):
         read_tolerance(text)
+
+
+def test_a_pin_of_another_definition_is_refused(make_verdict: Make) -> None:
+    plain = make_verdict()
+    old, new = (
+        msgspec.structs.replace(
+            plain,
+            case=msgspec.structs.replace(
+                plain.case, definition=Definition(source="test_own.py:softmax", digest=str(digit) * 64)
+            ),
+        )
+        for digit in (0, 1)
+    )
+    found = compare(pin_of(old), new, against="main", margin=0.03)
+    assert found.outcome is Outcome.OTHER_DEFINITION
+    assert found.outcome.bad
+    assert found.message == "the definition of its operator has changed since it was pinned"
+    assert compare(pin_of(old), old, against="main", margin=0.03).outcome is not Outcome.OTHER_DEFINITION

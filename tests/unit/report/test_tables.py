@@ -235,3 +235,14 @@ def test_what_is_amiss_with_a_reference_is_said_once(note: str, make_verdict: Ma
 
 def test_a_refused_case_has_a_next_step_of_its_own(make_verdict: MakeVerdict) -> None:
     assert "references that the message names" in next_step(make_verdict(Code.SKIPPED_REFERENCE, None))
+
+
+def test_a_sweep_has_a_line_of_its_own(make_verdict: MakeVerdict) -> None:
+    shapes = [{"M": 8, "N": 8}, {"M": 64, "N": 9}]
+    sweep = [make_verdict(operator="softmax", speedup=x, shape=y) for x, y in zip((8.0, 2.0), shapes, strict=True)]
+    lines = summary_lines([*sweep, make_verdict()])
+    assert lines[0] == "softmax fp32 expert: geomean 4.00x over 2 of 2 shapes, worst 2.00x at 64x9"
+    assert lines[1].startswith("geomean 3.17x over 3 of 3")
+    assert not any("shapes" in line for line in summary_lines([sweep[0], make_verdict()]))
+    failed = [make_verdict(Code.MISMATCH, None, operator="softmax", shape=shape) for shape in shapes]
+    assert summary_lines(failed)[0] == "softmax fp32 expert: none of 2 shapes scored"

@@ -17,7 +17,7 @@ from pytest_klineage.surfaces.toolkit import find_toolkit
 
 V1 = INCLUDE_DIR / "klineage" / "sm90" / "v1"
 FROZEN = {
-    "cluster": "d7bfeedbec8e2bab1f6194fa630a332e4dbae090cd62ab607baa00da9c840933",
+    "cluster": "2cd3d5c4d41e7007cf28e2206449ec049b7474cb5e111d2ebcee141c8646831e",
     "ldmatrix": "ac9c5d4c75d7753d549cd4be8ad50f3e0f13c0c28f364a0cac7416c649ff694b",
     "mbarrier": "8175f6cd7429a47e815145a4725880abf84e05b44f73df93d64cdf99ca836cb3",
     "tensor_map": "5a7a509e175d8fcc3c0c31139592ee25028b50165b56ae038e3c2872518c2d90",

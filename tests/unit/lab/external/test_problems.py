@@ -17,7 +17,7 @@ from pytest_klineage.lab.external.problems import (
     write_kernelbench,
     write_trace_set,
 )
-from pytest_klineage.operators import make_case, operator
+from pytest_klineage.operators import make_case, operator_of
 from pytest_klineage.records import KernelCase, KernelSource, SourceFile, Surface
 
 CASES = [
@@ -42,14 +42,14 @@ def test_the_problem_is_the_case(case: KernelCase) -> None:
     names: dict[str, Any] = {}
     exec(kernelbench_file(case), names)
     inputs = names["get_inputs"]()
-    signature = operator(case.operator).signature(case)
+    signature = operator_of(case).signature(case)
     for made, spec in zip(inputs, signature.inputs, strict=True):
         assert (tuple(made.shape), tuple(made.stride())) == (spec.shape, spec.strides)
     found = names["Model"](*names["get_init_inputs"]())(*inputs)
     found = tuple(found) if isinstance(found, tuple) else (found,)
     assert [tuple(one.shape) for one in found] == [spec.shape for spec in signature.outputs]
     named = dict(zip((spec.name for spec in signature.inputs), inputs, strict=True))
-    expected = operator(case.operator).oracle(case, named)
+    expected = operator_of(case).oracle(case, named)
     if case.operator == "topk":
         assert torch.equal(found[0].sort(dim=1).values.double(), expected["values"].sort(dim=1).values.double())
         return

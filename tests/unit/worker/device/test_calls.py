@@ -15,11 +15,21 @@ from hypothesis import strategies as st
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import DeviceOutOfMemory, HarnessError
 from pytest_klineage.records import Code
-from pytest_klineage.records.messages import BlockReturned, Done, EventsMade, Finished, FromWorker, MakeEvents, RunBlock
+from pytest_klineage.records.messages import (
+    BlockReturned,
+    Done,
+    EventsMade,
+    Finished,
+    FromWorker,
+    MakeEvents,
+    ReturnedTensor,
+    RunBlock,
+)
 from pytest_klineage.worker.device.calls import (
     MAX_KERNELS,
     MAX_NAME,
     DeviceLoop,
+    DeviceMapping,
     by_name,
     code_of,
     covered_ns,
@@ -41,17 +51,28 @@ def test_what_is_ours_is_left_out_and_no_more() -> None:
         (0, 900, "spin_kernel(long)"), (1000, 300, "spin_kernel(long)"), (2000, 60, "Memset (Device)"),
         (2100, 2, "Memset (Device)"), (2200, 3, "BitwiseXorFunctor"), (2300, 1, "BitwiseXorFunctor"), (2400, 10, "own"),
     ]  # fmt: skip
-    kernels, busy_ns = summary(executed, fills=1, masks=1)
+    kernels, busy_ns, _flush_ns = summary(executed, fills=1, masks=1)
     assert {(kernel.name, kernel.total_ns) for kernel in kernels} == {
         ("spin_kernel(long)", 300), ("Memset (Device)", 2), ("BitwiseXorFunctor", 3), ("own", 10),
     }  # fmt: skip
     assert busy_ns == 315
 
 
+def test_flushes_are_told_apart_and_our_copies_count_as_time_but_not_as_kernels() -> None:
+    executed = [
+        (0, 60, "Memset (Device)"), (100, 70, "Memset (Device)"), (200, 4, "at::direct_copy_kernel_cuda"),
+        (300, 9, "at::direct_copy_kernel_cuda"), (400, 50, "own"),
+    ]  # fmt: skip
+    kernels, busy_ns, flush_ns = summary(executed, fills=2, masks=0, copies=1)
+    assert flush_ns == 130
+    assert busy_ns == 63
+    assert {(kernel.name, kernel.total_ns) for kernel in kernels} == {("at::direct_copy_kernel_cuda", 9), ("own", 50)}
+
+
 @pytest.mark.parametrize("name", ["BitwiseXor_gemm(int*)", "Memset_gemm(int*)"])
 def test_a_borrowed_name_hides_no_time(name: str) -> None:
     executed = [(0, 60, "Memset (Device)"), (100, 3, "BitwiseXorFunctor"), (200, 500, name)]
-    kernels, busy_ns = summary(executed, fills=1, masks=1)
+    kernels, busy_ns, _flush_ns = summary(executed, fills=1, masks=1)
     assert busy_ns == 500
     assert [kernel.name for kernel in kernels] == [name]
 
@@ -64,6 +85,35 @@ def test_a_mask_is_undone_by_itself(dtype: torch.dtype) -> None:
     assert not torch.equal(tensor, before)
     halves(tensor).bitwise_xor_(12345)
     assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.float8_e4m3fn])
+def test_an_odd_byte_stays_unmasked(dtype: torch.dtype) -> None:
+    tensor = torch.arange(7).remainder(2).to(dtype)
+    before = tensor.view(torch.uint8).clone()
+    halves(tensor).bitwise_xor_(12345)
+    assert not torch.equal(tensor.view(torch.uint8)[:6], before[:6])
+    assert int(tensor.view(torch.uint8)[6]) == int(before[6])
+    halves(tensor).bitwise_xor_(12345)
+    assert torch.equal(tensor.view(torch.uint8), before)
+
+
+def test_inout_tensors_are_given_back_before_every_further_call() -> None:
+    mapping = DeviceMapping.__new__(DeviceMapping)
+    x, y = torch.ones(4), torch.zeros(4)
+    mapping._masked, mapping._inout, mapping._kept = [[halves(x)], [halves(y)]], [[x], []], {}
+    mapping.calls = [lambda: None, lambda: None]
+    halves(x).bitwise_xor_(77)
+    first = mapping.preparation(0, 77, first=True, again=True)
+    assert first is not None
+    first()
+    assert torch.equal(x, torch.ones(4))
+    x.add_(1)
+    further = mapping.preparation(0, 77, first=False, again=True)
+    assert further is not None
+    further()
+    assert torch.equal(x, torch.ones(4))
+    assert mapping.preparation(1, 0, first=False, again=True) is None
 
 
 @pytest.mark.parametrize(
@@ -101,15 +151,15 @@ class StandInClock:
 
     def __init__(self) -> None:
         self.did: list[str] = []
-        self.begin = SimpleNamespace()
+        self.begin = self.ready = SimpleNamespace()
 
     def moments(self, count: int) -> list[Any]:
         self.did.append(f"moments {count}")
         return [SimpleNamespace(start=0, stop=1, settled=2) for _ in range(count)]
 
-    def run(self, moments: Any, invoke: Any, prepare: Any = None) -> None:
-        self.did.append("call")
-        invoke()
+    def run(self, moments: Any, invoke: Any, prepare: Any = None, flush_bytes: int = 0) -> Any:
+        self.did.append(f"call {flush_bytes}" if flush_bytes else "call")
+        return invoke()
 
     def between_ns(self, first: Any, last: Any) -> int:
         self.did.append("read")
@@ -123,9 +173,14 @@ class StandInClock:
 def loop() -> Iterator[tuple[DeviceLoop, StandInClock, Channel]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     clock, oracle = StandInClock(), Channel(theirs)
-    loop = DeviceLoop(Channel(ours), SimpleNamespace(), clock)  # type: ignore[arg-type] # stand-ins
-    calls, slots = [lambda: None] * 2, [None] * 2
-    loop.arenas.append(SimpleNamespace(calls=calls, slots=slots, prepare=lambda *_args: None, memory=None))
+    loop = DeviceLoop(Channel(ours), SimpleNamespace(copied_under_the_clock=True), clock)  # type: ignore[arg-type] # stand-ins
+    calls, slots = [lambda: None] * 2, [SimpleNamespace(outputs=(), separate=())] * 2
+    loop.arenas.append(
+        SimpleNamespace(
+            calls=calls, slots=slots, preparation=lambda *_args, **_named: None, prepare=lambda *_args, **_named: None,
+            restore=lambda *_args: None, memory=None,
+        )
+    )  # fmt: skip
     yield loop, clock, oracle
     loop.channel.close()
     oracle.close()
@@ -154,4 +209,26 @@ def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
     finished = clock.did.index("Finished")
     assert clock.did.index("wait") < finished
     assert "read" not in clock.did[:finished]
-    assert clock.did[finished + 1 :].count("read") == 7
+    assert clock.did[finished + 1 :].count("read") == 8
+
+
+def test_what_a_call_returns_is_copied_within_the_call_and_after_it_only_for_a_reference(
+    loop: tuple[DeviceLoop, StandInClock, Channel],
+) -> None:
+    worker, clock, oracle = loop
+    mapping = worker.arenas[0]
+    mapping.calls = [lambda: "answer"] * 2
+    placed = (ReturnedTensor(address=1, num_bytes=2, strides=(1,)),)
+    worker._materialise = lambda *_arguments: (clock.did.append("copy"), placed)[1]
+    for at_once in (True, False):
+        worker.kernel.copied_under_the_clock = at_once  # type: ignore[misc] # a stand-in
+        clock.did.clear()
+        worker.run(RunBlock(arena=0, slots=(0, 1), nonce=9, flush_bytes=64))
+        kinds = [oracle.receive(FromWorker, timeout_s=1) for _ in range(3)]
+        done = kinds[2]
+        assert isinstance(done, Done)
+        assert done.tensors == placed * 2
+        last_call = len(clock.did) - clock.did[::-1].index("call 64")
+        copies = [place for place, what in enumerate(clock.did) if what == "copy"]
+        assert len(copies) == 2
+        assert (copies[0] < last_call) is at_once

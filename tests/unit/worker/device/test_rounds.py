@@ -134,3 +134,49 @@ def test_a_new_process_and_a_graph_spend_nothing_of_it(monkeypatch: pytest.Monke
     monkeypatch.setattr(player, "_unsettled", lambda _answer: [])
     assert player._late_once_too_often(cast(Any, SimpleNamespace(settled_ns=()))) == []
     assert player._blocks == 0
+
+
+FLUSH = rounds.Flush(bytes=1 << 28, ns=70_000)
+CALLS = 20
+HEAD_NS = CALLS * 142_000
+
+
+def block_answer(between_ns: int, head_ns: int = HEAD_NS) -> BlockReturned:
+    """Calls of 50 us, with so much between each of them and the next."""
+    span_ns = head_ns + CALLS * (50_000 + 1_300 + between_ns)
+    return BlockReturned(
+        nonce=0, elapsed_ns=(50_000,) * CALLS, settled_ns=(1_300,) * CALLS, span_ns=span_ns, head_ns=head_ns
+    )
+
+
+@pytest.mark.parametrize("between_ns", [70_000, 75_000, 200_000])
+def test_a_block_with_its_flushes_is_left_alone(between_ns: int) -> None:
+    answer = block_answer(between_ns)
+    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=CALLS) is None
+
+
+def test_a_block_without_room_for_its_flushes_is_a_cheat() -> None:
+    reason = rounds.unflushed(block_of(CALLS), block_answer(6_000), Done(nonce=0), FLUSH, num_slots=CALLS)
+    assert reason is not None
+    assert reason.code is Code.CLOCK
+
+
+def test_a_head_start_cannot_be_called_a_flush() -> None:
+    answer = block_answer(70_000, head_ns=HEAD_NS // 2)
+    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=CALLS) is not None
+    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=3) is None, "no head start"
+
+
+def test_a_trace_must_show_the_flushes() -> None:
+    block = Block(views=[], calls=CALLS, arena=0, first_slot=0, profile=True)
+    answer = block_answer(70_000)
+    seen, missing = Done(nonce=0, flush_ns=CALLS * 70_000), Done(nonce=0, flush_ns=CALLS * 2_000)
+    assert rounds.unflushed(block, answer, seen, FLUSH, num_slots=CALLS) is None
+    assert rounds.unflushed(block, answer, missing, FLUSH, num_slots=CALLS) is not None
+
+
+def test_nothing_is_asked_of_graphs_and_of_no_flush() -> None:
+    graph = Block(views=[], calls=CALLS, arena=0, first_slot=0, graph=True)
+    assert rounds.unflushed(graph, block_answer(0), Done(nonce=0), FLUSH, num_slots=CALLS) is None
+    nothing = rounds.Flush()
+    assert rounds.unflushed(block_of(CALLS), block_answer(0), Done(nonce=0), nothing, num_slots=CALLS) is None

@@ -11,9 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.records import DTYPES, Placement, Signature, TensorSpec
 from pytest_klineage.records.signature import dense, permuted
-from pytest_klineage.worker.host.arena import ALIGNMENT, GUARD_BYTES, SLOTS, SharedArena, is_poison, plan, poison
+from pytest_klineage.worker.host.arena import (
+    ALIGNMENT,
+    GUARD_BYTES,
+    SLOTS,
+    SharedArena,
+    as_integers,
+    is_poison,
+    plan,
+    poison,
+)
 
 SIGNATURE = Signature(
     inputs=(dense("a", "fp32", 5, 7), permuted("b", "bf16", (3, 4, 5), (2, 0, 1))),
@@ -166,7 +176,7 @@ def test_two_kinds_of_poison_share_no_value(dtype: str, arena: SharedArena) -> N
     first, second = (torch.zeros(4, dtype=torch_type(dtype)) for _ in range(2))
     poison(spec, first, 0)
     poison(spec, second, 1)
-    assert not torch.equal(first, second)
+    assert not torch.equal(as_integers(first), as_integers(second))
     assert is_poison(spec, first, 0).all()
     assert is_poison(spec, second, 1).all()
     assert not is_poison(spec, first, 1).any()
@@ -179,11 +189,17 @@ def test_only_what_was_not_written_is_still_poison(dtype: str, kind: int) -> Non
     spec = dense("x", dtype, 6)
     tensor = torch.zeros(6, dtype=torch_type(dtype))
     poison(spec, tensor, kind)
-    tensor[1:4] = torch.tensor([0, 1, 5], dtype=tensor.dtype)
+    as_integers(tensor)[1:4] = as_integers(torch.tensor([0, 1, 5]).to(tensor.dtype))
     assert is_poison(spec, tensor, kind).tolist() == [True, False, False, False, True, True]
 
 
 def torch_type(dtype: str) -> torch.dtype:
-    names = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-    found: torch.dtype = getattr(torch, names.get(dtype, dtype))
-    return found
+    return torch_dtype(dtype)
+
+
+def test_an_inout_tensor_is_one_piece_of_memory() -> None:
+    both = dense("x", "fp32", 3)
+    slot = plan(Signature(inputs=(both, dense("w", "bool", 5)), outputs=(both, dense("y", "fp8_e4m3", 7)))).slots[0]
+    assert slot.inputs[0] == slot.outputs[0]
+    assert [item.spec.name for item in slot.inout] == ["x"]
+    assert [item.spec.name for item in slot.separate] == ["y"]

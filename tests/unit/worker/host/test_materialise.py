@@ -150,3 +150,33 @@ print(list(memoryview(memory.buffer)[64:72].cast("f")), found.strides, found.num
 def test_methods_replaced_by_a_candidate_are_not_used() -> None:
     out = subprocess.run([sys.executable, "-W", "ignore", "-c", REPLACED], capture_output=True, text=True, check=False)
     assert out.stdout == "[1.0, 2.0] (1,) 8 True\n", out.stderr
+
+
+class Later(list[Any]):
+    """A list that computes when it is looked through."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Any:
+        return iter([right()])
+
+
+class LaterDict(dict[str, Any]):
+    """A dict that does."""
+
+    def values(self) -> Any:
+        return [right()]
+
+
+@pytest.mark.parametrize("result", [Later(), LaterDict(), type("LaterTuple", (tuple,), {})((right(),))])
+def test_a_container_of_a_kind_of_its_own_is_refused(result: Any) -> None:
+    failure = refused(result, *ONE)
+    assert failure.code is Code.FAKE_TENSOR
+    assert "plain tuple, list or dict" in failure.message
+
+
+def test_what_torch_itself_returns_several_outputs_in_is_taken() -> None:
+    memory, slot = memory_for(*TWO)
+    materialise(right().sort(dim=1), memory, slot)
+    assert torch.equal(tensor_view(memory, slot.outputs[0]), right())

@@ -224,3 +224,21 @@ def test_the_constants_and_numbers_are_those_of_the_systems_headers(tmp_path: Pa
     known = {name: int(seen[f"nr:{name}"]) for name in names if f"nr:{name}" in seen}
     assert known == {name: names[name] for name in known}
     assert len(known) > 30
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "allowed"),
+    [
+        ("fcntl", (3, 1), True), ("fcntl", (3, 4, 0x800), True), ("fcntl", (3, 1030), True),
+        ("ioctl", (0, 0x5401), True),
+        ("fcntl", (3, 10, 18), False), ("fcntl", (3, 8, OWN_PID), False), ("fcntl", (3, 15), False),
+        ("fcntl", (3, 1024), False), ("fcntl", (3, 1026), False), ("fcntl", (3, 4, 0x2800), False),
+        ("ioctl", (0, 0x5452), False), ("ioctl", (0, 0x8901), False), ("ioctl", (0, 0x8902), False),
+        ("timer_create", (1,), False), ("mq_notify", (3,), False),
+    ],
+)  # fmt: skip
+def test_nobody_can_ask_for_a_signal_that_comes_later(
+    name: str, arguments: tuple[int, ...], allowed: bool, machine: str, allow_processes: bool
+) -> None:
+    expected = RET_ALLOW if allowed else REFUSED
+    assert answer(machine, name, *arguments, allow_processes=allow_processes) == expected

@@ -1,0 +1,161 @@
+"""A judge of a folder: takes open requests one by one until none is left or its time is up. One for each device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from pytest_klineage.executors.batch import BatchFolder
+from pytest_klineage.executors.local import LocalExecutor
+from pytest_klineage.gate.settings import GateSettings, default_cache_dir
+from pytest_klineage.records import Verdict
+from pytest_klineage.records.judging import JudgeReply, JudgeRequest
+
+FIRST_GUESS_S = 8.0
+"""What a judgement is taken to last before one has been made."""
+GRACE_S = 3.0
+"""Time kept for ending processes; a judgement that is still under way then is given up and left open."""
+Tell = Callable[[str], None]
+
+
+class TimeUp(BaseException):
+    """The time limit; not an Exception, so that nothing on the way takes it for a fault."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What one judge has done."""
+
+    judged: int
+    faults: int
+    in_time: bool
+    """False when time was up before the requests were."""
+
+
+def judge_folder(
+    folder: BatchFolder, platform: str, *, seconds: float | None = None, cache_dir: Path | None = None,
+    name: str = "", tell: Tell | None = None, goes_on: Callable[[], bool] = lambda: True,
+) -> Ended:  # fmt: skip
+    """Judge every open request of a platform on this process's device.
+
+    seconds: time limit; no judgement is begun that is not expected to end before, and one that does not is left open.
+    goes_on: asked before each request; False ends the judge. Raises KlineageError when the machine cannot judge at
+    all; KeyboardInterrupt leaves the request that was under way open.
+    """
+    # Absolute: the processes that load kernels have other working directories.
+    artifacts = folder.artifacts.absolute() if folder.artifacts is not None else None
+    local = GateSettings(cache_dir=(cache_dir or default_cache_dir()).absolute(), artifacts=artifacts)
+    judge = _FolderJudge(folder, LocalExecutor(platform, local), platform, seconds, name or platform, tell)
+    try:
+        folder.note_machine(judge.executor.machine())
+        with _alarm(seconds):
+            judge.run(goes_on)
+    except TimeUp:
+        judge.in_time = False
+    finally:
+        judge.executor.close()
+    return Ended(judge.judged, judge.faults, judge.in_time)
+
+
+class _FolderJudge:
+    """The state of one judge."""
+
+    def __init__(
+        self, folder: BatchFolder, executor: LocalExecutor, platform: str, seconds: float | None, name: str,
+        tell: Tell | None,
+    ) -> None:  # fmt: skip
+        self.folder, self.executor, self.platform, self.name = folder, executor, platform, name
+        self.judged, self.faults, self.in_time = 0, 0, True
+        self._end = None if seconds is None else time.monotonic() + seconds - GRACE_S
+        self._longest_s = 0.0
+        self._failed: set[str] = set()
+        """What failed here: it is left to another judge, or to another call."""
+        self._tell = tell or (lambda _: None)
+
+    def run(self, goes_on: Callable[[], bool]) -> None:
+        """Judge until a look at the folder finds nothing to take."""
+        taken = True
+        while taken and self.in_time:
+            taken = False
+            for request in self.folder.open_requests(self.platform):
+                if not goes_on():
+                    return
+                if not self._has_time():
+                    self.in_time = False
+                    return
+                if request.digest not in self._failed:
+                    taken = self._take(request) or taken
+
+    def _has_time(self) -> bool:
+        return self._end is None or time.monotonic() + (self._longest_s or FIRST_GUESS_S) <= self._end
+
+    def _take(self, request: JudgeRequest) -> bool:
+        """Judge a request and write the answer down. False when another judge has it."""
+        claim = self.folder.claim(request)
+        if claim is None:
+            return False
+        try:
+            started = time.monotonic()
+            reply = self.executor.judge(request)
+            self.folder.answer(reply)
+        finally:
+            claim.release()
+        spent_s = time.monotonic() - started
+        self._longest_s = max(self._longest_s, spent_s)
+        self._count(request, reply, spent_s)
+        return True
+
+    def _count(self, request: JudgeRequest, reply: JudgeReply, spent_s: float) -> None:
+        if reply.verdict is not None:
+            self.judged += 1
+            told = verdict_text(reply.verdict)
+        else:
+            self.faults += 1
+            self._failed.add(request.digest)
+            self.executor.close()
+            told = f"no verdict: {reply.fault.message.splitlines()[0]}" if reply.fault is not None else "no verdict"
+        self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {told} ({spent_s:.1f} s)")
+
+
+def verdict_text(verdict: Verdict) -> str:
+    """A verdict in a few words: its code, and the speedup of a kernel that was timed."""
+    timing = verdict.timing if verdict.scored else None
+    return verdict.code.value + (f" {timing.speedup.estimate:.3f}x" if timing is not None else "")
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float | None) -> Iterator[None]:
+    """Raises TimeUp in the main thread when time is up."""
+    if seconds is None:
+        yield
+        return
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        raise TimeUp
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds - GRACE_S, 0.001))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def parent_is_there(descriptor: int) -> Callable[[], bool]:
+    """Tells whether the process at the other end of a pipe lives: it writes nothing, and its end closes the pipe."""
+    os.set_blocking(descriptor, False)
+
+    def there() -> bool:
+        try:
+            return os.read(descriptor, 1) != b""
+        except BlockingIOError:
+            return True
+
+    return there

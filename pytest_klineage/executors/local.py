@@ -1,0 +1,66 @@
+"""The executor of this process: the gate itself, started on demand. Judges of folders use it as well."""
+
+from __future__ import annotations
+
+from pytest_klineage.errors import HarnessError, UsageError
+from pytest_klineage.executors.base import gate_settings
+from pytest_klineage.gate.judge import Gate
+from pytest_klineage.gate.settings import GateSettings
+from pytest_klineage.records import Machine
+from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault, as_it_travels
+
+
+class LocalExecutor:
+    """Judges at once, on this machine. One gate is open at a time; other settings end it and start another."""
+
+    def __init__(self, platform: str, local: GateSettings | None = None) -> None:
+        self.platform = platform
+        self._local = local or GateSettings()
+        self._gate: Gate | None = None
+        self._replies: dict[str, JudgeReply] = {}
+
+    def submit(self, request: JudgeRequest) -> None:
+        """Judge now; the reply waits for `lookup`. A kernel's failings are its verdict, ours are a MachineFault."""
+        self._replies[request.digest] = self.judge(request)
+
+    def lookup(self, request: JudgeRequest) -> JudgeReply | None:
+        """Take the reply of the last `submit`."""
+        return self._replies.pop(request.digest, None)
+
+    def judge(self, request: JudgeRequest) -> JudgeReply:
+        """The reply to a request, made now."""
+        try:
+            if request.platform != self.platform:
+                raise UsageError(f"this judge has {self.platform}, the request asks for {request.platform}")
+            verdict = self._gate_for(request).judge(
+                request.case, request.source, reference_source=request.reference_source, platforms=request.platforms
+            )
+        except UsageError as error:
+            return self._fault(request, FaultCode.MISUSE, str(error))
+        except HarnessError as error:
+            return self._fault(request, FaultCode.HARNESS, str(error))
+        return JudgeReply(request=request.digest, verdict=as_it_travels(verdict))
+
+    def machine(self, platform: str = "") -> Machine:
+        """The record of this machine."""
+        if self._gate is None:
+            self._gate = Gate(self.platform, self._local)
+        return self._gate.machine()
+
+    def close(self) -> None:
+        """End the gate's processes."""
+        gate, self._gate = self._gate, None
+        if gate is not None:
+            gate.close()
+
+    def _gate_for(self, request: JudgeRequest) -> Gate:
+        settings = gate_settings(request, self._local)
+        if self._gate is None or self._gate.settings != settings:
+            self.close()
+            self._gate = Gate(self.platform, settings)
+        return self._gate
+
+    def _fault(self, request: JudgeRequest, code: FaultCode, message: str) -> JudgeReply:
+        device = self._gate.machine().device_uuid if self._gate is not None else ""
+        fault = MachineFault(code=code, message=message, device=device or self.platform)
+        return JudgeReply(request=request.digest, fault=fault)

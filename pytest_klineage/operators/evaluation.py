@@ -1,0 +1,189 @@
+"""Running a definition: in float64, where every lower precision in its text becomes float64, or in the case's own."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators.distributions import torch_dtype
+from pytest_klineage.operators.tolerance import HALF_SMALLEST, UNIT_ROUNDOFF
+from pytest_klineage.records import KernelCase, TensorSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+    from pytest_klineage.operators.base import Tensors
+    from pytest_klineage.operators.defined import DefinedOperator
+
+CASTS = ("float", "half", "bfloat16")
+"""Methods of a tensor that would leave float64."""
+ROW_ELEMENTS = 64
+"""A row, whose magnitude errors are measured by, has so many elements at least: trailing axes are joined until then."""
+
+
+def evaluate(operator: DefinedOperator, case: KernelCase, inputs: Tensors, *, in_float64: bool) -> Tensors:
+    """The definition's results by name.
+
+    In float64: floats as float64, integers and booleans as int64. Else: inputs as they are, results in their declared
+    types. Raises UsageError, with the line of the user's file, for a definition that fails or returns something else
+    than it declares.
+    """
+    specs = operator.signature(case).outputs
+    arguments = [widened(tensor) if in_float64 else tensor for tensor in inputs.values()]
+    results = call(operator, case, arguments, in_float64=in_float64)
+    found = dict(zip((spec.name for spec in specs), checked(operator, specs, results, inputs), strict=True))
+    if in_float64:
+        return {
+            name: tensor.double() if tensor.is_floating_point() else tensor.long() for name, tensor in found.items()
+        }
+    return {spec.name: found[spec.name].to(torch_dtype(spec.dtype)).contiguous() for spec in specs}
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A float tensor in float64; others as they are."""
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def call(operator: DefinedOperator, case: KernelCase, arguments: Sequence[Any], *, in_float64: bool) -> Any:
+    """Call the definition with the case's options. Raises UsageError with the line at which it failed."""
+    import torch
+
+    named = operator.keywords(case)
+    try:
+        if not in_float64:
+            return operator.function(*arguments, **named)
+        with float64_only():
+            return operator.function(*arguments, **named)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a user's code may raise anything; it becomes one error with its line
+        raise failure(operator, error, arguments) from None
+
+
+def failure(operator: DefinedOperator, error: Exception, arguments: Sequence[Any]) -> UsageError:
+    """What a definition raised, with the line of the user's file that it came from."""
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(operator.file)
+    ]
+    said = " ".join(str(error).split()) or type(error).__name__
+    text = f"the definition failed: {type(error).__name__}: {said[:400]}"
+    on_cpu = all(not tensor.is_cuda for tensor in arguments)
+    if on_cpu and any(word in said.lower() for word in ("cuda", "gpu", "active driver", "nvidia")):
+        text += "; a definition runs wherever its case is judged, and this is a CPU: write it in plain PyTorch"
+    elif "Float8" in said:
+        text += "; PyTorch has no arithmetic on 8-bit floats: cast them in the definition, x.float()"
+    return operator.error(text, line=(lines or [0])[-1] or 0)
+
+
+def checked(
+    operator: DefinedOperator, specs: Sequence[TensorSpec], results: Any, inputs: Tensors
+) -> list[torch.Tensor]:
+    """The results as a list, as declared. Raises UsageError."""
+    import torch
+
+    values = list(results.values()) if isinstance(results, dict) else results
+    found = list(values) if isinstance(values, tuple | list) else [values]
+    declared = ", ".join(spec.name for spec in specs)
+    if len(found) != len(specs):
+        raise operator.error(f"the definition returns {len(found)} results, the signature has {len(specs)}: {declared}")
+    device = next(iter(inputs.values())).device
+    for spec, tensor in zip(specs, found, strict=True):
+        if not isinstance(tensor, torch.Tensor):
+            raise operator.error(f"the definition returns a {type(tensor).__name__} for {spec.name}, not a tensor")
+        if tuple(tensor.shape) != spec.shape:
+            raise operator.error(
+                f"the definition returns {spec.name} with shape {tuple(tensor.shape)}, the signature says {spec.shape}"
+            )
+        if tensor.is_floating_point() is not is_float(spec.dtype):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise operator.error(f"the definition returns {kind} for {spec.name}, the signature says {spec.dtype}")
+        if tensor.device != device:
+            raise operator.error(f"the definition returns {spec.name} on {tensor.device}; its inputs are on {device}")
+    return [tensor.detach() for tensor in found]
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a short name is that of a floating-point type."""
+    return dtype in UNIT_ROUNDOFF
+
+
+def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors) -> Tensors:
+    """Per element, the unit in which errors are measured, in float64.
+
+    By default half a unit in the last place of the output's type, at the size of the element plus that of its row (root
+    of the mean square): sums that cancel err by what their terms were. Integers count by one; a declared tolerance is
+    its own unit.
+    """
+    import torch
+
+    scales = {}
+    for spec in operator.signature(case).outputs:
+        values = expected[spec.name]
+        if (tolerance := operator.tolerances.get(spec.name)) is not None:
+            scale = values.double().abs().mul_(tolerance.rtol).add_(tolerance.atol).clamp_min_(1e-300)
+        elif is_float(spec.dtype):
+            scale = row_magnitude(values).add(values.abs()).mul_(UNIT_ROUNDOFF[spec.dtype])
+            scale = scale.add_(HALF_SMALLEST[spec.dtype])
+        else:
+            scale = torch.ones_like(values, dtype=torch.float64)
+        scales[spec.name] = scale
+    return scales
+
+
+def row_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """Root of the mean square of every row, in a shape that broadcasts with `values`; of finite elements."""
+    if not values.dim():
+        return values.abs().nan_to_num(0.0, 0.0, 0.0)
+    first, elements = values.dim() - 1, values.shape[-1]
+    while elements < ROW_ELEMENTS and first > 0:
+        first -= 1
+        elements *= values.shape[first]
+    squares = values.nan_to_num(0.0, 0.0, 0.0).square()
+    mean: torch.Tensor = squares.mean(dim=tuple(range(first, values.dim())), keepdim=True)
+    return mean.sqrt_()
+
+
+@contextmanager
+def float64_only() -> Iterator[None]:
+    """Let every cast to a lower floating-point type, and every new tensor, be float64."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with mode_class()():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@functools.cache
+def mode_class() -> Any:
+    """A TorchFunctionMode that turns lower floating-point types in arguments into float64."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    double = torch.float64
+    wide = {
+        torch.float16: double, torch.bfloat16: double, torch.float32: double, torch.complex64: torch.complex128,
+        torch.float8_e4m3fn: double, torch.float8_e5m2: double,
+    }  # fmt: skip
+
+    class Float64Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__name__", "") in CASTS and args and isinstance(args[0], torch.Tensor):
+                return args[0].double()
+            args = tuple(wide.get(item, item) if isinstance(item, torch.dtype) else item for item in args)
+            named = {
+                name: wide.get(item, item) if isinstance(item, torch.dtype) else item
+                for name, item in (kwargs or {}).items()
+            }
+            return function(*args, **named)
+
+    return Float64Mode

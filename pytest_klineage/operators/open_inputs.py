@@ -1,0 +1,138 @@
+"""Inputs of a user's operator: the default distribution, named ones, and copies in which one element differs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from pytest_klineage.operators.base import DEFAULT_REGIME
+from pytest_klineage.operators.distributions import normal, random_index, torch_dtype
+from pytest_klineage.operators.evaluation import error_scales, is_float
+from pytest_klineage.operators.tolerance import SLACK, largest_error
+from pytest_klineage.records import KernelCase, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors
+    from pytest_klineage.operators.defined import DefinedOperator, Function
+
+RANGES = {"int8": (-128, 128), "uint8": (0, 256), "bool": (0, 2)}
+"""Values that an integer input takes when the signature does not bound it; wider types take those of OTHER_RANGE."""
+OTHER_RANGE = (-100, 100)
+SIZES = (1.0, 4.0, 32.0, 32.0)
+"""In largest elements, what a redrawn element may be, in turn, until an output changes visibly."""
+
+
+def draw(operator: DefinedOperator, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    """Inputs of a distribution, in the signature's types. Raises UsageError for a function that returns others."""
+    specs = operator.signature(case).inputs
+    values = {spec.name: default_values(spec, bound_of(operator, case, spec.name), generator) for spec in specs}
+    for name in dict.fromkeys((DEFAULT_REGIME, regime)):
+        if function := operator.distributions.get(name):
+            values |= changed(operator, case, function, values, generator)
+    inputs = {}
+    for spec in specs:
+        tensor = values[spec.name]
+        if tuple(tensor.shape) != spec.shape:
+            what = f"{regime!r} returns {spec.name} with shape {tuple(tensor.shape)}, the signature says {spec.shape}"
+            raise operator.error(f"the distribution {what}", operator.distributions.get(regime))
+        inputs[spec.name] = tensor.to(device=generator.device, dtype=torch_dtype(spec.dtype)).contiguous()
+    return inputs
+
+
+def bound_of(operator: DefinedOperator, case: KernelCase, name: str) -> int | None:
+    """What an integer input stays under, where the signature says so."""
+    tensor = next(item for item in operator.line.inputs if item.name == name)
+    return None if tensor.below is None else tensor.below.value(case.shape)
+
+
+def default_values(spec: TensorSpec, bound: int | None, generator: torch.Generator) -> torch.Tensor:
+    """Standard normal numbers in float64, or uniform integers in int64."""
+    import torch
+
+    if is_float(spec.dtype):
+        return normal(spec.shape, generator)
+    low, high = (0, bound) if bound is not None else RANGES.get(spec.dtype, OTHER_RANGE)
+    return torch.randint(low, high, spec.shape, generator=generator, device=generator.device)
+
+
+def changed(
+    operator: DefinedOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
+) -> Tensors:
+    """What a user's function makes of inputs. Random numbers that it draws by itself follow from `generator`, too."""
+    import torch
+
+    given = arguments_for(operator, case, function, values, generator)
+    with torch.random.fork_rng(devices=[generator.device.index or 0] if generator.device.type == "cuda" else []):
+        torch.manual_seed(random_index(1 << 31, generator))
+        try:
+            result = function(**given)
+        except Exception as error:  # a user's code may raise anything
+            raise operator.error(f"{function.__name__} failed: {type(error).__name__}: {error}", function) from None
+    return by_name(operator, function, result, [name for name in given if name in values])
+
+
+def arguments_for(
+    operator: DefinedOperator, case: KernelCase, function: Function, values: Tensors, generator: torch.Generator
+) -> dict[str, Any]:
+    """What a function asks for by the names of its parameters."""
+    known = {**operator.sizes(case), **values, "generator": generator}
+    return {name: known[name] for name in inspect.signature(function).parameters}
+
+
+def by_name(operator: DefinedOperator, function: Function, result: Any, names: list[str]) -> Tensors:
+    """Tensors that a function returned for the inputs it took. Raises UsageError."""
+    import torch
+
+    if not isinstance(result, dict):
+        values = list(result) if isinstance(result, tuple | list) else [result]
+        if len(values) != len(names):
+            what = f"{function.__name__} took {', '.join(names) or 'no inputs'} and returned {len(values)} values"
+            raise operator.error(f"{what}; return the inputs it took, in order, or a dict by name", function)
+        result = dict(zip(names, values, strict=True))
+    known = {tensor.name for tensor in operator.line.inputs}
+    for name, tensor in result.items():
+        if name not in known or not isinstance(tensor, torch.Tensor):
+            what = f"{function.__name__} returned {name!r}: {type(tensor).__name__}, which is no input"
+            raise operator.error(what, function)
+    return dict(result)
+
+
+def one_redrawn(operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    """A copy in which one element is another, by enough to change an output beyond its bound where that can be."""
+    before = operator.oracle(case, inputs)
+    floats = [name for name, tensor in inputs.items() if tensor.is_floating_point() and tensor.numel()]
+    names = floats or list(inputs)
+    found = inputs
+    for size in SIZES:
+        for name in names:
+            found = {**inputs, name: redrawn(inputs[name], size, bound_of(operator, case, name), generator)}
+            if is_visible(operator, case, before, operator.oracle(case, found)):
+                return found
+    return found
+
+
+def is_visible(operator: DefinedOperator, case: KernelCase, before: Tensors, after: Tensors) -> bool:
+    """Whether old outputs are clearly wrong answers to the new problem."""
+    scales, fixed = error_scales(operator, case, after), operator.fixed_bounds(case)
+    return any(largest_error(before[name], after[name], scales[name]) > 2 * fixed.get(name, SLACK) for name in after)
+
+
+def redrawn(tensor: torch.Tensor, size: float, bound: int | None, generator: torch.Generator) -> torch.Tensor:
+    """A copy with one element that has the other sign and a magnitude of `size` largest ones; integers: another one."""
+    import torch
+
+    copy = tensor.clone()
+    flat = copy.view(-1)
+    place = random_index(flat.numel(), generator)
+    if tensor.dtype is torch.bool:
+        flat[place] = not bool(flat[place])
+    elif not tensor.is_floating_point():
+        value = int(flat[place])
+        flat[place] = (value + 1) % bound if bound is not None else value - 1 if value > 0 else value + 1
+    else:
+        limit = torch.finfo(tensor.dtype).max / 2
+        largest = min(size * float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) + 1.0, limit)
+        flat[place] = -largest if float(flat[place]) > 0 else largest
+    return copy

@@ -1,0 +1,111 @@
+"""What goes to a judge and what comes back: a request with its digest, a reply that names it, a fault of a machine.
+
+All three are plain JSON, so that folders, queues and clusters can carry them. Nothing in them is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from pytest_klineage.errors import BadRecord
+from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.codec import from_plain, to_plain
+from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.source import KernelSource
+from pytest_klineage.records.verdict import SCHEMA_VERSION, Verdict
+
+MOST_FAULTS = 3
+"""Faults of machines after which a request is given up: the first try and two more."""
+
+
+class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel to be judged on one case, with everything that decides its verdict."""
+
+    case: KernelCase
+    source: KernelSource
+    platform: str
+    """Canonical name, such as "sm90": only a judge of this platform takes it."""
+    settings: dict[str, Any]
+    """Settings of the gate that decide a verdict, as plain data; folders of the machine are not among them."""
+    reference_source: KernelSource | None = None
+    """The kernel that stands in for the case's reference."""
+    platforms: tuple[str, ...] = ()
+    """Those that the kernel was written for; empty for all of its surface."""
+    repeat: int = 0
+    """0 for the first judgement; one more for each that is asked for because the one before was not sharp."""
+    priority: int = 0
+    """Higher ones are judged first. Not part of the digest."""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over all that decides the verdict, in hexadecimal: the request's name."""
+        rival = self.reference_source.digest if self.reference_source is not None else ""
+        content = (
+            self.schema_version, self.case, self.source.digest, self.platform, self.settings, rival,
+            sorted(self.platforms), self.repeat,
+        )  # fmt: skip
+        return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()
+
+
+class FaultCode(StrEnum):
+    """What went wrong with a machine, or with a request, and says nothing about the kernel."""
+
+    HARNESS = "harness_failed"
+    """The gate's own machinery failed."""
+    DIED = "judge_died"
+    """The judge ended in the middle of a judgement: killed, cut off, or crashed."""
+    MISUSE = "misuse"
+    """The request asks for something that cannot be; no other machine would judge it either."""
+
+
+class MachineFault(msgspec.Struct, frozen=True, kw_only=True):
+    """Why there is no verdict."""
+
+    code: FaultCode
+    message: str
+    device: str = ""
+    """UUID of the GPU, or "cpu"."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether trying again elsewhere is of no use."""
+        return self.code is FaultCode.MISUSE
+
+
+class JudgeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """A judge's answer: a verdict, or a fault that is no verdict."""
+
+    request: str
+    """Digest of the request that it answers."""
+    verdict: Verdict | None = None
+    fault: MachineFault | None = None
+    attempt: int = 1
+    schema_version: int = SCHEMA_VERSION
+
+    def check_answers(self, request: JudgeRequest) -> None:
+        """Raise BadRecord unless this answers that request: another digest, case or kernel is refused."""
+        if self.request != request.digest:
+            raise BadRecord(f"a reply to the request {self.request[:12]} stands for {request.digest[:12]}")
+        if (self.verdict is None) == (self.fault is None):
+            raise BadRecord("a reply holds a verdict or a fault, and not both")
+        if self.verdict is None:
+            return
+        if self.verdict.source_digest != request.source.digest:
+            raise BadRecord(f"its verdict is about the kernel {self.verdict.source_digest[:12]}, not the one asked for")
+        if self.verdict.case != request.case:
+            raise BadRecord(f"its verdict is about {self.verdict.case.id}, not the case that was asked for")
+
+
+def reply_json(reply: JudgeReply) -> bytes:
+    """A reply as one line of JSON, infinities as the largest double."""
+    return msgspec.json.encode(finite(to_plain(reply)))
+
+
+def as_it_travels(verdict: Verdict) -> Verdict:
+    """The verdict as it comes out of `reply_json` again."""
+    return from_plain(finite(to_plain(verdict)), Verdict)

@@ -1,0 +1,157 @@
+"""Traps in front of the machine code by which loaded libraries compute, for callers that go past the dispatcher.
+
+The static runtime, AOTInductor's C functions and whoever knows a mangled name call the kernels of operators directly.
+Their first bytes are overwritten in this process's own copies of the pages; who calls them crashes. Functions that are
+reached through a pointer in data and exported by no name are not found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import platform
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
+"""An undefined instruction: ud2, udf #0."""
+LIBRARIES = re.compile(r"/lib(torch_cpu|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so")
+"""Libraries that compute and may be there before a candidate is: the framework's, and the BLAS that NumPy brings."""
+DYNAMIC_SYMBOLS, FUNCTION, UNDEFINED = 11, 2, 0
+BLAS = re.compile(
+    r"gem[mv]|trmm|trsm|s[yp]r2?k?\b|symm|hemm|syrk|symv|sparse_[sdcz]_(m[mv]|spmmd|add)|spmm|Dfti(Commit|Compute)"
+    r"|^(?:scipy_)?(?:cblas_)?[sdcz](?:dotc?u?|axpy|ger[uc]?)(?:_?64_?|_)?$|^dnnl_|^nnc_",
+    re.I,
+)
+"""Names without a C++ mangling by which a BLAS, a sparse one, an FFT or a DNN library computes."""
+KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
+"""Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
+SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
+BACKEND = re.compile(r"^structured_|_(?:cpu|sparse|mkldnn|quantized|nested|kernel)|mkldnn|onednn")
+"""Marks of a function for one kind of tensors, which is no wrapper around the dispatcher."""
+WORKS = re.compile(
+    r"gem[mv]|matmul|bmm|(?:^|_)mm(?:_|$)|linear|conv|(?:^|_)dot|attention|softmax|blas|sparse$|onednn|^mkldnn_(?!view)"
+)
+"""Words in the names of parts that no operator is called by."""
+
+
+class Operators(NamedTuple):
+    """Plain names of the framework's operators, by what the functions of their names do."""
+
+    computing: frozenset[str]
+    composed: frozenset[str]
+    """Those among them of which some overload is made of others: what bears the plain name may be that."""
+    harmless: frozenset[str]
+    """Those that move bytes, or are made of others throughout: these go through the dispatcher, and raise there."""
+
+
+class Library(NamedTuple):
+    """A loaded library: where it lies in memory and in the file system."""
+
+    path: str
+    start: int
+    code: tuple[tuple[int, int], ...]
+    """Address ranges that can be executed."""
+
+
+def loaded_libraries() -> list[Library]:
+    """Libraries of LIBRARIES that this process has mapped."""
+    starts: dict[str, int] = {}
+    code: dict[str, list[tuple[int, int]]] = {}
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not LIBRARIES.search(fields[5]):
+            continue
+        first, last = (int(end, 16) for end in fields[0].split("-"))
+        starts.setdefault(fields[5], first - int(fields[2], 16))
+        if "x" in fields[1]:
+            code.setdefault(fields[5], []).append((first, last))
+    return [Library(path, start, tuple(code.get(path, ()))) for path, start in starts.items()]
+
+
+def functions(path: str) -> Iterator[tuple[str, int]]:
+    """Name and place of every function that a library exports. Layouts are those of elf(5)."""
+    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+        (table,) = struct.unpack_from("<Q", content, 0x28)
+        size, count = struct.unpack_from("<HH", content, 0x3A)
+        sections = [struct.unpack_from("<IIQQQQIIQQ", content, table + index * size) for index in range(count)]
+        for section in sections:
+            if section[1] == DYNAMIC_SYMBOLS:
+                strings = sections[section[6]]
+                names = content[strings[4] : strings[4] + strings[5]]
+                for first, kind, _other, where, value, _size in struct.iter_unpack(
+                    "<IBBHQQ", content[section[4] : section[4] + section[5]]
+                ):
+                    if kind & 15 == FUNCTION and where != UNDEFINED:
+                        yield names[first : names.index(b"\0", first)].decode(errors="replace"), value
+
+
+def computes(name: str, operators: Operators) -> bool:
+    """Whether a function computes for an operator that is not among the harmless ones."""
+    if found := SHIM.fullmatch(name):
+        return operator_of(found[1], operators) not in operators.harmless
+    found = KERNELS.match(name)
+    if found is None:
+        return not name.startswith("_Z") and bool(BLAS.search(name))
+    word = found[3][: int(found[2])]
+    known = operator_of(word, operators)
+    if known in operators.harmless or (found[1] != "3cpu" and known in operators.composed and not BACKEND.search(word)):
+        return False
+    return found[1] == "3cpu" or bool(known) or bool(WORKS.search(word))
+
+
+def operator_of(word: str, operators: Operators) -> str:
+    """The longest beginning of a function's name that is an operator's: add of add_sparse_out; empty for none."""
+    for prefix in ("structured_", "foreach_tensor_", "math_"):
+        word = word.removeprefix(prefix)
+    parts = word.split("_")
+    for count in range(len(parts), 0, -1):
+        start = "_".join(parts[:count])
+        if any(start in names for names in operators):
+            return start
+    return ""
+
+
+@functools.lru_cache(maxsize=4)
+def places(operators: Operators) -> dict[Library, tuple[int, ...]]:
+    """By library, the addresses to trap. A third of a second the first time: a template asks before it forks."""
+    found = {}
+    for library in loaded_libraries():
+        chosen = {value for name, value in functions(library.path) if computes(name, operators)}
+        inside = (library.start + value for value in chosen)
+        found[library] = tuple(a for a in inside if any(low <= a < high for low, high in library.code))
+    return found
+
+
+def set_traps(operators: Operators) -> int:
+    """Overwrite the beginnings of all functions that compute. Returns how many; 0 on an unknown machine."""
+    trap = TRAPS.get(platform.machine())
+    if trap is None:
+        return 0
+    written = 0
+    for library, addresses in places(operators).items():
+        with_write_access(library, functools.partial(overwrite, addresses, trap))
+        written += len(addresses)
+    return written
+
+
+def overwrite(addresses: tuple[int, ...], trap: bytes) -> None:
+    """Write the same few bytes to many places."""
+    for address in addresses:
+        ctypes.memmove(address, trap, len(trap))
+
+
+def with_write_access(library: Library, work: Callable[[], None]) -> None:
+    """Do something while a library's code can be written."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    read_and_run = mmap.PROT_READ | mmap.PROT_EXEC
+    for low, high in library.code:
+        if libc.mprotect(ctypes.c_void_p(low), ctypes.c_size_t(high - low), read_and_run | mmap.PROT_WRITE):
+            return
+    work()
+    for low, high in library.code:
+        libc.mprotect(ctypes.c_void_p(low), ctypes.c_size_t(high - low), read_and_run)

@@ -1,0 +1,105 @@
+"""A process stands still when it is told to; one that goes on by itself is seen, whatever stopped it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pytest_klineage.worker import stopping
+from pytest_klineage.worker.stopping import Stopper
+
+BUSY = """
+import threading
+for _ in range(2):
+    threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+print("busy", flush=True)
+while True:
+    pass
+"""
+
+
+@pytest.fixture
+def busy() -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
+
+
+@pytest.fixture
+def without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system on which no cgroup can be made."""
+    monkeypatch.setattr(stopping, "unified_root", lambda: None)
+
+
+def test_a_stopped_process_stands_still_and_goes_on(busy: int) -> None:
+    stopper = Stopper(busy)
+    for _ in range(2):
+        stopper.stop()
+        used = stopping.used_ns(busy)
+        time.sleep(0.05)
+        assert stopping.used_ns(busy) - used < stopping.AWAKE_NS
+        assert not stopper.broke_out()
+        stopper.go_on()
+        time.sleep(0.05)
+        assert stopping.used_ns(busy) - used > stopping.AWAKE_NS
+        assert not stopper.broke_out(), "it may run"
+    stopper.close()
+
+
+@pytest.mark.usefixtures("without_groups")
+def test_a_process_that_is_continued_by_somebody_else_is_seen(busy: int) -> None:
+    stopper = Stopper(busy)
+    assert stopper.group is None
+    stopper.stop()
+    os.kill(busy, signal.SIGCONT)
+    time.sleep(0.1)
+    assert "processor time" in stopper.broke_out()
+    stopper.close()
+
+
+@pytest.mark.usefixtures("without_groups")
+def test_a_process_that_was_continued_and_sleeps_is_seen() -> None:
+    with subprocess.Popen(["sleep", "20"]) as process:
+        stopper = Stopper(process.pid)
+        stopper.stop()
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.02)
+        assert "runs although" in stopper.broke_out()
+        stopper.close()
+        process.kill()
+
+
+def test_in_a_group_of_its_own_nobody_inside_can_undo_the_stop(busy: int) -> None:
+    stopper = Stopper(busy)
+    if stopper.group is None:
+        stopper.close()
+        pytest.skip("no cgroup of version 2 can be made here")
+    group = stopper.group
+    stopper.stop()
+    used = stopping.used_ns(busy)
+    os.kill(busy, signal.SIGCONT)
+    time.sleep(0.1)
+    assert stopping.used_ns(busy) - used < stopping.AWAKE_NS
+    assert not stopper.broke_out()
+    stopper.close()
+    os.kill(busy, signal.SIGKILL)
+    os.waitpid(busy, 0)
+    stopping.forget_empty_groups(group.parent)
+    assert not group.exists()
+
+
+def test_a_process_that_has_ended_stands_still() -> None:
+    with subprocess.Popen(["true"]) as process:
+        stopper = Stopper(process.pid)
+        time.sleep(0.1)
+        stopper.stop()
+        assert not stopper.broke_out()
+        stopper.close()
