@@ -1,10 +1,11 @@
-"""fmha: o[B,H,S,D] = softmax(scale q k^T) v by head, with or without a causal mask."""
+"""fmha: o[B,H,S,D] = softmax(scale q k^T) v by head: full, causal or in a sliding window, key heads shared or not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
+from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
 from pytest_klineage.operators.distributions import normal, nudged, permutation, random_index, signs, torch_dtype
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
@@ -26,14 +27,21 @@ BLOCK_ELEMENTS = 1 << 25
 
 
 class Fmha(Operator):
-    """Multi-head attention, forward. Axes B, H, S, D; inputs q, k, v and output o, all [B,H,S,D]; scale = 1/sqrt(D).
+    """Attention, forward. Axes B, H, S, D; q and o [B,H,S,D], k and v [B,H/group,S,D]; scale = 1/sqrt(D).
 
+    `group` consecutive query heads share one head of k and v. `window` counts the keys that a query sees, the one at
+    its own position last; 0 means all up to there, and any other number needs `causal`.
     In layout bshd shapes stay the same and strides are those of a contiguous [B,S,H,D].
     """
 
     name: ClassVar[str] = "fmha"
     axes: ClassVar[tuple[str, ...]] = ("B", "H", "S", "D")
-    options: ClassVar[dict[str, tuple[Option, ...]]] = {"causal": (False, True), "layout": ("bhsd", "bshd")}
+    options: ClassVar[dict[str, tuple[Option, ...]]] = {
+        "causal": (False, True),
+        "layout": ("bhsd", "bshd"),
+        "group": (1, 2, 4, 8, 16),
+        "window": (0, 16, 128, 512, 1024, 2048, 4096),
+    }
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
     regimes: ClassVar[tuple[str, ...]] = (
         DEFAULT_REGIME,
@@ -44,21 +52,45 @@ class Fmha(Operator):
         "needles",
     )
 
+    def validate(self, case: KernelCase) -> None:
+        heads, group = case.shape["H"], self._group(case)
+        if heads % group:
+            raise UsageError(f"fmha: H = {heads} must be a multiple of the group of {group} query heads")
+        if self._window(case) and not self.option(case, "causal"):
+            raise UsageError("fmha: a window needs causal=True")
+
     def signature(self, case: KernelCase) -> Signature:
         order = MEMORY_ORDER[str(self.option(case, "layout"))]
 
-        def spec(name: str) -> TensorSpec:
-            return permuted(name, case.dtype, tuple(case.shape.values()), order)
+        def spec(name: str, shape: tuple[int, ...]) -> TensorSpec:
+            return permuted(name, case.dtype, shape, order)
 
+        queries, keys = self._shapes(case)
         return Signature(
-            inputs=(spec("q"), spec("k"), spec("v")),
-            outputs=(spec("o"),),
-            scalars={"scale": case.shape["D"] ** -0.5, "causal": float(bool(self.option(case, "causal")))},
+            inputs=(spec("q", queries), spec("k", keys), spec("v", keys)),
+            outputs=(spec("o", queries),),
+            scalars=self._scalars(case),
         )
 
+    def _scalars(self, case: KernelCase) -> dict[str, float]:
+        """A kernel learns of a window by a scalar that no other case has."""
+        given = {"scale": case.shape["D"] ** -0.5, "causal": float(bool(self.option(case, "causal")))}
+        return given | ({"window": float(window)} if (window := self._window(case)) else {})
+
+    def _group(self, case: KernelCase) -> int:
+        return int(self.option(case, "group"))
+
+    def _window(self, case: KernelCase) -> int:
+        return int(self.option(case, "window"))
+
+    def _shapes(self, case: KernelCase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of q and o, and of k and v."""
+        batch, heads, length, width = case.shape.values()
+        return (batch, heads, length, width), (batch, heads // self._group(case), length, width)
+
     def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
-        shape = tuple(case.shape.values())
-        q, k, v = normal(shape, generator), normal(shape, generator), normal(shape, generator)
+        queries, keys = self._shapes(case)
+        q, k, v = normal(queries, generator), normal(keys, generator), normal(keys, generator)
         if regime == "peaky":
             q *= 8.0
         elif regime == "overflowing_scores":
@@ -99,8 +131,10 @@ class Fmha(Operator):
         import torch
 
         if self.option(case, "causal"):
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-            scores = scores.masked_fill(later, float("-inf"))
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
+            if window := self._window(case):
+                visible.triu_(1 - window)
+            scores = scores.masked_fill(~visible, float("-inf"))
         return scores.softmax(-1)
 
     def _visible_keys(self, case: KernelCase, like: torch.Tensor) -> torch.Tensor:
@@ -109,7 +143,8 @@ class Fmha(Operator):
 
         length = case.shape["S"]
         if self.option(case, "causal"):
-            return torch.arange(1, length + 1, device=like.device)[:, None]
+            most = self._window(case) or length
+            return torch.arange(1, length + 1, device=like.device).clamp_(max=most)[:, None]
         return torch.full((length, 1), length, device=like.device)
 
     def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
@@ -135,46 +170,65 @@ class Fmha(Operator):
         return {"o": unit.add_(output_rounding(case.dtype, expected["o"]))}
 
     def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
-        batch, heads, length, width = shape = tuple(case.shape.values())
-        q, k, v = (inputs[name].reshape(batch * heads, length, width) for name in "qkv")
-        order, back = permutation(batch * heads, generator, q)
-        inner_signs = signs((batch * heads, 1, width), generator).to(q)
-        value_signs = signs((batch * heads, 1, width), generator).to(q)
+        queries, keys = self._shapes(case)
+        batch, heads, length, width = keys
+        sets = batch * heads  # of the query heads that share a key head
+        q, k, v = (inputs[name].reshape(sets, -1, length, width) for name in "qkv")
+        order, back = permutation(sets, generator, q)
+        inner_signs = signs((sets, 1, 1, width), generator).to(q)
+        value_signs = signs((sets, 1, 1, width), generator).to(q)
         q, k, v = (tensor.index_select(0, order) for tensor in (q, k, v))
         if not self.option(case, "causal"):
-            keys, _ = permutation(length, generator, k)
-            k, v = k.index_select(1, keys), v.index_select(1, keys)
+            places, _ = permutation(length, generator, k)
+            k, v = k.index_select(2, places), v.index_select(2, places)
 
         def undo(outputs: Tensors) -> Tensors:
-            o = outputs["o"].reshape(batch * heads, length, width) * value_signs
-            return {"o": o.index_select(0, back).view(shape)}
+            o = outputs["o"].reshape(sets, -1, length, width) * value_signs
+            return {"o": o.index_select(0, back).view(queries)}
 
         disguised = {"q": q.mul_(inner_signs), "k": k.mul_(inner_signs), "v": v.mul_(value_signs)}
-        return {name: tensor.view(shape) for name, tensor in disguised.items()}, undo
+        return {name: tensor.view(queries if name == "q" else keys) for name, tensor in disguised.items()}, undo
 
     def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         batch, heads, length, width = case.shape.values()
-        head = (random_index(batch, generator), random_index(heads, generator))
-        query = random_index(length, generator)
+        entry, head = random_index(batch, generator), random_index(heads, generator)
+        query, shared = random_index(length, generator), head // self._group(case)
         # The key that this query heeds most, among those it may see.
-        seen = query + 1 if self.option(case, "causal") else length
-        key = int((inputs["k"][head][:seen].double() @ inputs["q"][head][query].double()).argmax())
-        where = (*head, key, random_index(width, generator))
+        end = query + 1 if self.option(case, "causal") else length
+        start = max(0, end - (self._window(case) or end))
+        seen = inputs["k"][entry, shared, start:end].double() @ inputs["q"][entry, head, query].double()
+        where = (entry, shared, start + int(seen.argmax()), random_index(width, generator))
         return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
 
     def flops(self, case: KernelCase) -> float:
         batch, heads, length, width = case.shape.values()
-        pairs = length * (length + 1) / 2 if self.option(case, "causal") else length * length
+        pairs = length * length
+        if self.option(case, "causal"):
+            seen = min(self._window(case) or length, length)
+            pairs = seen * (seen + 1) // 2 + (length - seen) * seen
         return 4.0 * batch * heads * pairs * width
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views [n,S,D] of [B,H,S,D] tensors: so many heads of one batch entry that their scores fit in memory."""
+    """Tensors [n,S,D] of [B,H,S,D] ones: so many heads of one batch entry that their scores fit in memory.
+
+    They are views, except of a tensor with fewer heads than the first: its heads are repeated for all that share them.
+    """
     batch, heads, length, _width = tensors[0].shape
     step = max(1, BLOCK_ELEMENTS // (length * length))
     for entry in range(batch):
         for start in range(0, heads, step):
-            yield tuple(tensor[entry, start : start + step] for tensor in tensors)
+            yield tuple(heads_of(tensor[entry], heads, start, min(start + step, heads)) for tensor in tensors)
+
+
+def heads_of(tensor: torch.Tensor, heads: int, start: int, stop: int) -> torch.Tensor:
+    """Of a [H,S,D] tensor, or of one whose heads serve several of `heads` each, those from `start` to `stop`."""
+    import torch
+
+    if tensor.shape[0] == heads:
+        return tensor[start:stop]
+    wanted = torch.arange(start, stop, device=tensor.device) // (heads // tensor.shape[0])
+    return tensor.index_select(0, wanted)
 
 
 def plant_needles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:
@@ -183,10 +237,10 @@ def plant_needles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: 
 
     import torch
 
-    batch, heads, length, width = q.shape
+    batch, heads, length, width = k.shape
     direction = normal((batch, heads, 1, width), generator)
     direction /= direction.norm(dim=-1, keepdim=True)
-    q += 4.0 * direction
+    q += 4.0 * direction.repeat_interleave(q.shape[1] // heads, dim=1)
     # A needle's score is about log(S) + 3: it weighs e^3 times as much as all other keys together.
     size = (math.log(length) + 3.0) * width**0.5 / 4.0
     for _ in range(max(1, length // 128)):

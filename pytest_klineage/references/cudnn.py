@@ -37,6 +37,8 @@ class CudnnReference(DeviceReference):
             return ""
         if case.dtype not in HALVES:
             return f"its attention takes {' and '.join(HALVES)}, not {case.dtype}"
+        if case.options.get("window"):
+            return "its attention through torch has no sliding window"
         width, largest = case.shape["D"], LARGEST_HEAD[platform]
         if width % 8 == 0 and width <= largest:
             return ""
@@ -100,11 +102,6 @@ def to_order(order: str) -> Convert:
 
 def fmha(case: KernelCase) -> dict[str, Variant]:
     """scaled_dot_product_attention with every backend but cuDNN's switched off."""
-    from torch.nn.functional import scaled_dot_product_attention
+    from pytest_klineage.references.torch import prepare_fmha
 
-    causal = bool(case.options.get("causal", False))
-
-    def call(inputs: Tensors, outputs: Tensors) -> Tensors:
-        return {"o": scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=causal)}
-
-    return {"sdpa": Variant(call, flags=ONLY_CUDNN_SDP)}
+    return {"sdpa": Variant(prepare_fmha(case), flags=ONLY_CUDNN_SDP)}

@@ -38,6 +38,8 @@ class FlashInferReference(DeviceReference):
             return f"its {case.operator} takes {' and '.join(HALVES)}, not {case.dtype}"
         width = case.shape["D"]
         if case.operator == "fmha":
+            if case.options.get("group", 1) != 1 and case.options.get("layout", "bhsd") != "bshd":
+                return "its attention takes shared key heads in layout bshd only"
             return "" if width in HEAD_WIDTHS else f"its attention takes D of {HEAD_WIDTHS}, not {width}"
         if platform != "sm90":
             return "its gated delta rule is written for sm90 alone"
@@ -63,19 +65,20 @@ def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     batch, heads, length, width = case.shape.values()
     together = case.options.get("layout", "bhsd") == "bshd"
     sequences, per_sequence = (batch, heads) if together else (batch * heads, 1)
+    key_heads = per_sequence // int(case.options.get("group", 1))
     backend, dtype = BACKENDS[trial.platform], trial.inputs["q"].dtype
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=trial.device)
     wrapper: Any = wrapper_of(workspace, kv_layout="NHD", backend=backend)
     starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32)
     wrapper.plan(
-        starts, starts, per_sequence, per_sequence, width, causal=bool(case.options.get("causal", False)),
-        sm_scale=width**-0.5, q_data_type=dtype, kv_data_type=dtype,
+        starts, starts, per_sequence, key_heads, width, causal=bool(case.options.get("causal", False)),
+        window_left=int(case.options.get("window", 0)) - 1, sm_scale=width**-0.5, q_data_type=dtype, kv_data_type=dtype,
     )  # fmt: skip
 
     def ragged(tensor: torch.Tensor) -> torch.Tensor:
         """A view [tokens, heads, D] of [B,H,S,D] in either order of memory."""
         ordered = tensor.transpose(1, 2) if together else tensor
-        return ordered.view(sequences * length, per_sequence, width)
+        return ordered.view(sequences * length, -1, width)
 
     def call(inputs: Tensors, outputs: Tensors) -> None:
         wrapper.run(ragged(inputs["q"]), ragged(inputs["k"]), ragged(inputs["v"]), out=ragged(outputs["o"]))

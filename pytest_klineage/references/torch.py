@@ -17,6 +17,8 @@ from pytest_klineage.references.torch_gdn_phases import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from pytest_klineage.references.base import Call, Tensors
 
 COMPOSED_LABEL = "torch-chunked (our composition of torch ops)"
@@ -93,15 +95,32 @@ def prepare_conv2d(case: KernelCase) -> Call:
 
 
 def prepare_fmha(case: KernelCase) -> Call:
-    """The timed call of an fmha case: scaled_dot_product_attention, which picks its own algorithm; a new tensor."""
+    """The timed call of an fmha case: scaled_dot_product_attention, which picks its own algorithm; a new tensor.
+
+    A sliding window is a mask to it, made once.
+    """
     from torch.nn.functional import scaled_dot_product_attention
 
-    causal = bool(case.options.get("causal", False))
+    window, shared = int(case.options.get("window", 0)), int(case.options.get("group", 1)) > 1
+    causal = bool(case.options.get("causal", False)) and not window
+    masks: dict[torch.device, torch.Tensor] = {}
 
     def call(inputs: Tensors, outputs: Tensors) -> Tensors:
-        return {"o": scaled_dot_product_attention(inputs["q"], inputs["k"], inputs["v"], is_causal=causal)}
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        if window and q.device not in masks:
+            masks[q.device] = window_mask(q, window)
+        mask = masks.get(q.device)
+        return {"o": scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shared)}
 
     return call
+
+
+def window_mask(q: torch.Tensor, window: int) -> torch.Tensor:
+    """True where a query, by row, sees a key: the last `window` keys up to its own position."""
+    import torch
+
+    length = q.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
 
 
 def prepare_topk(case: KernelCase) -> Call:

@@ -71,6 +71,21 @@ SUPPORTED = (
     Neighbours("gdn_kkt_solve", "bf16", ((2, 6, 128, 64, 512), (1, 4, 128, 64, 64), (2, 2, 128, 64, 200))),
     Neighbours("gdn_fused_fwd", "bf16", ((2, 6, 128, 64, 512), (1, 3, 128, 64, 64), (2, 4, 128, 64, 200))),
 )  # fmt: skip
+WIDER = (
+    Neighbours(
+        "fmha", "bf16", ((1, 2, 512, 128), (3, 5, 129, 128), (2, 3, 1003, 128)), (("causal", True), ("layout", "bshd"))
+    ),
+    Neighbours("fmha", "fp16", ((1, 4, 512, 64), (2, 4, 1, 64), (2, 68, 1157, 64)), (("group", 4), ("layout", "bshd"))),
+    Neighbours("fmha", "bf16", ((1, 4, 512, 64), (1, 2, 191, 64), (4, 40, 700, 64)), (("causal", True), ("group", 2))),
+    Neighbours("fmha", "fp16", ((1, 2, 320, 256), (2, 2, 65, 256), (1, 150, 257, 256)), (("causal", True),)),
+    Neighbours(
+        "fmha",
+        "bf16",
+        ((1, 4, 512, 128), (2, 8, 1003, 128), (4, 40, 700, 128)),
+        (("causal", True), ("window", 128), ("group", 4)),
+    ),
+)
+"""What the experts' contracts allow beyond the naive kernels': tails, types, masks, and several tiles for each CTA."""
 EXPERT_ONLY = (
     Neighbours("conv2d", "fp16", LAYERS),
     Neighbours("conv2d", "fp16", LAYERS, (("layout", "nhwc"),)),
@@ -88,7 +103,7 @@ REFUSED = (
     Neighbours("gemm", "bf16", ((257, 256, 256),)),
     Neighbours("conv2d", "fp16", ((1, 3, 8, 8, 128, 3, 1, 1),)),
     Neighbours("conv2d", "fp32", ((1, 64, 8, 8, 128, 3, 1, 1),)),
-    Neighbours("fmha", "fp16", ((1, 1, 64, 128),), (("causal", True),)),
+    Neighbours("fmha", "fp16", ((1, 1, 64, 96),)),
     Neighbours("topk", "fp32", ((1, 4096, 2049),)),
     Neighbours("topk", "fp16", ((1, 262145, 8),)),
     Neighbours("gdn", "bf16", ((1, 1, 32, 64, 64),)),
@@ -139,6 +154,14 @@ def test_a_kernel_is_right_at_neighbouring_shapes(
     neighbours: Neighbours, variant: str, platform: str, judge: Callable[..., Verdict]
 ) -> None:
     source = kernel(neighbours.operator, Surface.CUDA, variant, platform)
+    assert_right(judge(neighbours.case(), source), neighbours)
+
+
+@pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in WIDER])
+def test_an_expert_is_right_in_its_whole_domain(
+    neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
+) -> None:
+    source = kernel(neighbours.operator, Surface.CUDA, "expert", platform)
     assert_right(judge(neighbours.case(), source), neighbours)
 
 

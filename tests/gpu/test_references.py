@@ -34,6 +34,10 @@ SHAPES: dict[str, list[tuple[tuple[int, ...], str, dict[str, Any]]]] = {
         ((2, 4, 512, 128), "fp16", {"causal": causal, "layout": layout})
         for causal in (False, True)
         for layout in ("bhsd", "bshd")
+    ]
+    + [
+        ((2, 8, 512, 128), "bf16", {"causal": True, "group": 4}),
+        ((2, 8, 512, 64), "fp16", {"causal": True, "window": 128}),
     ],
     "topk": [((64, 4096, 512), "fp32", {})],
     "gdn": [((2, 6, 128, 64, 512), "bf16", {}), ((2, 6, 128, 64, 500), "bf16", {})],

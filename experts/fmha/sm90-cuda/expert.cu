@@ -1,377 +1,139 @@
-// Attention forward for sm_90a: o = softmax(scale q k^T) v, fp16 [B,H,S,128] with any 16-byte aligned strides, non-causal, S a multiple of 8.
-//
-// Floor at B8 H64 S2048: 1.0995 TFLOP. 63 tiles of 128 rows on the busiest of 132 SMs x 32.8 kclk = 2064 kclk of tensor-core time.
-//
-// Techniques: two consumer warpgroups of 64 rows with wgmma m64n128k16, one producer thread with TMA and two-stage K and V rings, softmax of block
-// j under the value product of block j - 1, probabilities as register operands, persistent CTAs, outputs through stmatrix and TMA stores, and a
-// speculative softmax: a block is exponentiated against the references of the blocks before it without looking for its maximum; only when a sum
-// says that fp16 might overflow (2^15, a few blocks of very peaky inputs) are the maxima taken, the outputs rescaled and the weights redone.
-// This file adds to stage 12 sums over the rounded probabilities, which keep the error near that of an exact running maximum.
-//
-// Measured 2026-11-21 on one NVIDIA H200, paired blocks in ABBA order, cold L2, median of block ratios: 1.203 over cuDNN (torch 2.11 SDPA; 14
-// blocks, standard deviation 0.015; 1.683 against 2.006 ms). The largest relative error of each regime is at most 1.05 times cuDNN's. NOTES.md has every step.
-#include <cuda.h>
-#include <cuda_fp16.h>
+// Attention forward for sm_90a: o = softmax(scale q k^T + mask) v by head. fp16 and bf16, head dimensions 64, 128 and 256, any lengths, all keys,
+// causal, or causal within a sliding window; several query heads may share one head of keys and values. attention.cuh is the kernel, full.cuh another one
+// for long fp16 sequences with head dimension 128 and no mask.
+#include "attention.cuh"
+#include "full.cuh"
+
 #include <cuda_runtime.h>
 
-#include <cstdint>
+#include <cmath>
 
 #include "klineage.h"
+#include "klineage/sm90/v1/tensor_map.cuh"
 
 namespace {
-
-constexpr int kDim = 128;
-constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
-constexpr int kHalfTile = 128 * 128, kTileBytes = 2 * kHalfTile;  // a tile: 128 rows, two blocks of 64 dimensions
-constexpr int kSharedBytes = 1024 + (1 + 2 * kStages) * kTileBytes + kTileBytes + 8 * (2 + 4 * kStages);
-constexpr int kBoxBytes = 64 * 128;  // one output box: 64 rows of 64 dimensions
-constexpr float kLimit = 32768.f;  // of one thread's probabilities in a row: each stays below fp16's 65504
-
-// A position in a ring of kStages tiles; the phase flips each time the ring wraps.
-struct Ring {
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == kStages) stage = 0, phase ^= 1;
-    }
-};
-
-__device__ __forceinline__ uint32_t smem_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-    asm volatile("{ .reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void tma_load_4d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int d, int token, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(dst), "l"(map), "r"(barrier), "r"(d), "r"(token), "r"(head), "r"(batch) : "memory");
-}
-
-// Asks for one tile of 128 rows: two blocks of 64 dimensions, rows past the end filled with zeros.
-__device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, int token, int head, int batch) {
-    barrier_expect(barrier, kTileBytes);
-    tma_load_4d(tile, map, barrier, 0, token, head, batch);
-    tma_load_4d(tile + kHalfTile, map, barrier, 64, token, head, batch);
-}
-
-__device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t src, int d, int token, int head, int batch) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];\ncp.async.bulk.commit_group;"
-                 ::"l"(map), "r"(src), "r"(d), "r"(token), "r"(head), "r"(batch) : "memory");
-}
-__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
-
-// Shared-memory matrix descriptor with 128-byte swizzle. Q and K (d contiguous): 8-row groups stride_bytes apart, `leading` unused.
-// V (transposed by the instruction): blocks of 64 dimensions leading_bytes apart, groups of 8 keys stride_bytes apart.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
-    return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
-
-// Eight accumulators as operands.
-#define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-
-// d[64x128] (+)= Q[64x16] K[128x16]^T; both K-major in shared memory.
-__device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "%64, %65, p, 1, 1, 0, 0; }"
-        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56)
-        : "l"(a), "l"(b), "r"(accumulate));
-}
-
-// d[64x128] (+)= P[64x16] V[16x128]; P in registers, V with its dimensions contiguous.
-__device__ __forceinline__ void wgmma_values(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
-        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56)
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
-}
-
-// Keeps the compiler from reading accumulators before the wait that completes them.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&x)[kCount]) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
-
-__device__ __forceinline__ uint32_t pack(float lo, float hi) {
-    const half2 h = __floats2half2_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t *>(&h);
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ half2 as_half2(uint32_t x) { return *reinterpret_cast<const half2 *>(&x); }
-
-// A thread's share of two score rows (lane / 4 and lane / 4 + 8): their reference maxima (base-2 units) and sums.
-struct Softmax {
-    float top[2], total[2], shrink[2];
-
-    // Packed probabilities against the present references. The sums are taken over the rounded probabilities (two at a time in fp16), so that
-    // the rounding of a dominant key cancels in the division. False if some row grew so far that fp16 may overflow.
-    __device__ __forceinline__ bool weigh(const float (&score)[kKeys / 2], uint32_t (&p)[kKeys / 4], float (&sum)[2], float scale) const {
-        sum[0] = sum[1] = 0.f;
-#pragma unroll
-        for (int i = 0; i < kKeys / 4; ++i) {
-            p[i] = pack(exp2_fast(score[2 * i] * scale - top[i % 2]), exp2_fast(score[2 * i + 1] * scale - top[i % 2]));
-            if (i / 2 % 2 < 1) continue;
-            const float2 added = __half22float2(__hadd2(as_half2(p[i]), as_half2(p[i - 2])));
-            sum[i % 2] += added.x + added.y;
-        }
-        return sum[0] <= kLimit && sum[1] <= kLimit;  // false for infinity and NaN too
-    }
-
-    // The row maxima, reduced over the quad of lanes that shares the rows.
-    __device__ __forceinline__ void raise(const float (&score)[kKeys / 2], float scale) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float high = -INFINITY;
-#pragma unroll
-            for (int j = 0; j < kKeys / 8; ++j) high = fmaxf(high, fmaxf(score[4 * j + 2 * i], score[4 * j + 2 * i + 1]));
-            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-            const float raised = fmaxf(top[i], fmaxf(high, __shfl_xor_sync(~0u, high, 2)) * scale);
-            shrink[i] = exp2_fast(top[i] - raised);
-            top[i] = raised;
-            total[i] *= shrink[i];
-        }
-    }
-
-    // The first block sets the references; later ones only raise them when they must. True when earlier outputs must shrink.
-    __device__ __forceinline__ void first(const float (&score)[kKeys / 2], uint32_t (&p)[kKeys / 4], float scale) {
-        top[0] = top[1] = -INFINITY;
-        total[0] = total[1] = 0.f;
-        raise(score, scale);
-        weigh(score, p, total, scale);
-    }
-    __device__ __forceinline__ bool next(const float (&score)[kKeys / 2], uint32_t (&p)[kKeys / 4], float scale) {
-        float sum[2];
-        const bool grown = __any_sync(~0u, !weigh(score, p, sum, scale));
-        if (grown) {
-            raise(score, scale);
-            weigh(score, p, sum, scale);
-        }
-        total[0] += sum[0], total[1] += sum[1];
-        return grown;
-    }
-
-    __device__ __forceinline__ float inverse(int i) const {
-        float sum = total[i] + __shfl_xor_sync(~0u, total[i], 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        return 1.f / sum;
-    }
-};
-
-// Keys past the end of the sequence get no weight.
-__device__ __forceinline__ void mask_tail(float (&score)[kKeys / 2], int keys, int lane) {
-#pragma unroll
-    for (int i = 0; i < kKeys / 2; ++i)
-        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= keys) score[i] = -INFINITY;
-}
-
-__global__ void __launch_bounds__(kThreads, 1)
-fmha(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
-     const __grid_constant__ CUtensorMap map_o, int heads, int tokens, int tiles, float scale, uint32_t zero) {
-    extern __shared__ uint8_t smem[];
-    const uint32_t tile_q = (smem_address(smem) + 1023) & ~1023u, ring_k = tile_q + kTileBytes, ring_v = ring_k + kStages * kTileBytes;
-    const uint32_t staging = ring_v + kStages * kTileBytes, q_full = staging + kTileBytes, q_empty = q_full + 8;
-    const uint32_t k_full = q_empty + 8, v_full = k_full + 8 * kStages, k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
-    const int tid = threadIdx.x, row_tiles = (tokens + kRows - 1) / kRows, blocks = (tokens + kKeys - 1) / kKeys;
-    if (tid == 0) {
-        barrier_init(q_full, 1), barrier_init(q_empty, 2);
-        for (int s = 0; s < kStages; ++s) {
-            barrier_init(k_full + 8 * s, 1), barrier_init(v_full + 8 * s, 1);
-            barrier_init(k_empty + 8 * s, 2), barrier_init(v_empty + 8 * s, 2);
-        }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    __syncthreads();
-    Ring k, v;
-    if (tid >= 256) {  // the producer warpgroup: one thread works
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
-        if (tid > 256) return;
-        uint32_t q_phase = 1;
-        for (int t = blockIdx.x; t < tiles; t += gridDim.x, q_phase ^= 1) {
-            const int q0 = t % row_tiles * kRows, h = t / row_tiles % heads, b = t / row_tiles / heads;
-            barrier_wait(q_empty, q_phase);
-            load_tile(tile_q, &map_q, q_full, q0, h, b);
-            for (int j = 0; j <= blocks; ++j) {  // K runs one block ahead of V, in the order of use
-                if (j < blocks) {
-                    barrier_wait(k_empty + 8 * k.stage, k.phase ^ 1);
-                    load_tile(ring_k + k.stage * kTileBytes, &map_k, k_full + 8 * k.stage, j * kKeys, h, b);
-                    k.advance();
-                }
-                if (j > 0) {
-                    barrier_wait(v_empty + 8 * v.stage, v.phase ^ 1);
-                    load_tile(ring_v + v.stage * kTileBytes, &map_v, v_full + 8 * v.stage, (j - 1) * kKeys, h, b);
-                    v.advance();
-                }
-            }
-        }
-        return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-    const int group = tid / 128, warp = tid % 128 / 32, lane = tid % 32;
-    float score[kKeys / 2], out[kDim / 2];
-    uint32_t p[kKeys / 4], fresh[kKeys / 4], q_phase = 0;
-    Softmax softmax;
-    auto scores = [&] {  // score = Q K^T, asynchronously
-        barrier_wait(k_full + 8 * k.stage, k.phase);
-        const uint64_t desc_q = matrix_descriptor(tile_q + group * 64 * 128, 16, 1024), desc_k = matrix_descriptor(ring_k + k.stage * kTileBytes, 16, 1024);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kDim / 16; ++i) {
-            const int step = i / 4 * (kHalfTile / 16) + i % 4 * 2;
-            wgmma_scores(score, desc_q + step, desc_k + step, i);
-        }
-        wgmma_commit();
-    };
-    auto values = [&](int j) {  // out (+)= P V, asynchronously
-        barrier_wait(v_full + 8 * v.stage, v.phase);
-        const uint64_t desc_v = matrix_descriptor(ring_v + v.stage * kTileBytes, kHalfTile, 1024);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < kKeys / 16; ++i) wgmma_values(out, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], desc_v + i * 128, j | i);
-        wgmma_commit();
-    };
-    auto release = [&](uint32_t empty, Ring &ring) {
-        if (tid % 128 == 0) barrier_arrive(empty + 8 * ring.stage);
-        ring.advance();
-    };
-    for (int t = blockIdx.x; t < tiles; t += gridDim.x, q_phase ^= 1) {
-        const int q0 = t % row_tiles * kRows, h = t / row_tiles % heads, b = t / row_tiles / heads;
-        barrier_wait(q_full, q_phase);
-        scores();
-        wgmma_wait<0>();
-        pin(score);
-        release(k_empty, k);
-        if (tokens < kKeys) mask_tail(score, tokens, lane);
-        softmax.first(score, p, scale);
-        for (int j = 1; j < blocks; ++j) {
-            scores();
-            values(j - 1);
-            wgmma_wait<1>();  // the scores are there; the values of block j - 1 are still being added
-            pin(score);
-            release(k_empty, k);
-            if (tokens - j * kKeys < kKeys) mask_tail(score, tokens - j * kKeys, lane);
-            const bool rescale = softmax.next(score, fresh, scale);  // under the product of block j - 1
-            wgmma_wait<0>();
-            pin(out);
-            release(v_empty, v);
-            if (rescale) {
-#pragma unroll
-                for (int i = 0; i < 64; ++i) out[i] *= softmax.shrink[i / 2 % 2];
-            }
-#pragma unroll
-            for (int i = 0; i < kKeys / 4; ++i) p[i] = fresh[i] | zero;  // a real instruction: `fresh` may not share registers with the running p
-        }
-        if (tid % 128 == 0) barrier_arrive(q_empty);  // the next Q may come in
-        values(blocks - 1);
-        const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
-        wgmma_wait<0>();
-        pin(out);
-        release(v_empty, v);
-        const uint32_t buffer = staging + group * 2 * kBoxBytes, row = warp * 16 + lane % 16;
-        if (tid % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");  // the previous tile has left the staging area
-        asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-#pragma unroll
-        for (int i = 0; i < kDim / 8; i += 2) {
-            const float *x = out + 4 * i;
-            stmatrix_x4(buffer + i / 8 * kBoxBytes + row * 128 + ((i % 8 + lane / 16) ^ row % 8) * 16, pack(x[0] * inverse[0], x[1] * inverse[0]),
-                        pack(x[2] * inverse[1], x[3] * inverse[1]), pack(x[4] * inverse[0], x[5] * inverse[0]), pack(x[6] * inverse[1], x[7] * inverse[1]));
-        }
-        asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" ::"r"(1 + group) : "memory");
-        if (tid % 128 == 0) {  // rows past the end are not written
-            tma_store_4d(&map_o, buffer, 0, q0 + group * 64, h, b);
-            tma_store_4d(&map_o, buffer + kBoxBytes, 64, q0 + group * 64, h, b);
-        }
-    }
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
 
 // Why this call is refused, or nullptr.
 const char *refusal(const klineage_call *call) {
     if (call->num_inputs != 3 || call->num_outputs != 1) return "fmha reads q, k, v and writes o";
-    for (const klineage_tensor *t : {&call->inputs[0], &call->inputs[1], &call->inputs[2], &call->outputs[0]}) {
-        if (t->dtype != KLINEAGE_FLOAT16 || t->num_dims != 4 || t->shape[3] != kDim) return "fmha: fp16 [B,H,S,128] only";
-        if (t->stride[3] != 1 || t->stride[0] % 8 || t->stride[1] % 8 || t->stride[2] % 8 || reinterpret_cast<uintptr_t>(t->data) % 16)
-            return "fmha: rows must be contiguous and 16-byte aligned";
-        if (t->stride[0] <= 0 || t->stride[1] <= 0 || t->stride[2] <= 0) return "fmha: strides must be positive";
-        for (int i = 0; i < 4; ++i)
-            if (t->shape[i] != call->inputs[0].shape[i]) return "fmha: q, k, v and o must have one shape";
+    const klineage_tensor &q = call->inputs[0], &k = call->inputs[1], &v = call->inputs[2], &o = call->outputs[0];
+    if (q.dtype != KLINEAGE_FLOAT16 && q.dtype != KLINEAGE_BFLOAT16) return "fmha: fp16 or bf16 only";
+    for (const klineage_tensor *t : {&q, &k, &v, &o}) {
+        if (t->dtype != q.dtype || t->num_dims != 4) return "fmha: four [B,H,S,D] tensors of one type";
+        for (int i = 0; i < 3; ++i)
+            if (t->stride[i] <= 0 || t->stride[i] % 8) return "fmha: strides must be positive multiples of 8 elements";
+        if (t->stride[3] != 1 || reinterpret_cast<uintptr_t>(t->data) % 16) return "fmha: rows must be contiguous and 16-byte aligned";
     }
-    const int64_t tokens = call->inputs[0].shape[2];
-    if (tokens < 8 || tokens > 65536 || tokens % 8) return "fmha: 8 to 65536 tokens, a multiple of 8";
-    if (klineage_scalar_value(call, "causal", 0) != 0) return "fmha: non-causal only";
+    const int64_t width = q.shape[3];
+    if (width != 64 && width != 128 && width != 256) return "fmha: head dimensions 64, 128 and 256 only";
+    for (int i = 0; i < 4; ++i) {
+        if (o.shape[i] != q.shape[i]) return "fmha: o must have the shape of q";
+        if (v.shape[i] != k.shape[i]) return "fmha: k and v must have one shape";
+        if (q.shape[i] < 1 || k.shape[i] < 1) return "fmha: no axis may be empty";
+    }
+    if (k.shape[0] != q.shape[0] || k.shape[3] != width) return "fmha: k and v must have the batch and head dimension of q";
+    if (q.shape[1] % k.shape[1]) return "fmha: the query heads must be a multiple of the key heads";
+    const bool causal = klineage_scalar_value(call, "causal", 0) != 0;
+    const double window = klineage_scalar_value(call, "window", 0);
+    if (window < 0 || (window > 0 && !causal)) return "fmha: a window needs the causal mask";
+    if (!(klineage_scalar_value(call, "scale", 1) > 0)) return "fmha: the scale must be positive";
+    if (causal && q.shape[2] != k.shape[2]) return "fmha: the causal mask needs as many keys as queries";
+    if (q.shape[2] > 1 << 24 || k.shape[2] > 1 << 24) return "fmha: 2^24 tokens at most";
+    if (q.shape[0] * q.shape[1] * ((q.shape[2] + 63) / 64) > 1 << 28) return "fmha: too many rows";
     return nullptr;
 }
 
-// A map of [B,H,S,128] with the strides of the call; one box is 64 dimensions of `rows` tokens of one head.
-CUtensorMap tensor_map(const klineage_tensor &t, uint32_t rows) {
-    static const auto encode = [] {
-        void *entry = nullptr;
-        cudaDriverEntryPointQueryResult found;
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
-    }();
-    const cuuint64_t dims[4] = {cuuint64_t(t.shape[3]), cuuint64_t(t.shape[2]), cuuint64_t(t.shape[1]), cuuint64_t(t.shape[0])};
+// A map of [B,H,S,D] with the strides of the call; one box is 64 dimensions of `rows` tokens of one head. Says what failed, or nullptr.
+template <class Element>
+const char *make_map(CUtensorMap *map, const klineage_tensor &t, int rows) {
+    const cuuint64_t sizes[4] = {cuuint64_t(t.shape[3]), cuuint64_t(t.shape[2]), cuuint64_t(t.shape[1]), cuuint64_t(t.shape[0])};
     const cuuint64_t strides[3] = {cuuint64_t(t.stride[2] * 2), cuuint64_t(t.stride[1] * 2), cuuint64_t(t.stride[0] * 2)};
-    const cuuint32_t box[4] = {64, rows, 1, 1}, steps[4] = {1, 1, 1, 1};
-    CUtensorMap map;
-    encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    return map;
+    return encode_tiled<Element, 4>(map, t.data, sizes, strides, {64, cuuint32_t(rows), 1, 1});
+}
+
+// Multiprocessors of the current device, 0 if it cannot be asked.
+int processors() {
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) return 0;
+    return count;
+}
+
+constexpr int64_t kCachedBytes = 16 << 20;  // of keys and values that the L2 holds beside everything else
+
+// Sections of equal numbers of heads whose keys and values fit into the L2: whole groups of query heads.
+void make_sections(Problem &p, int dim, int64_t bytes) {
+    const int64_t groups = p.heads_of_all / p.queries_per_key_head, fit = bytes / (4 * int64_t(p.key_tokens) * dim);
+    const int64_t sections = fit < 1 ? groups : (groups + fit - 1) / fit, per_section = (groups + sections - 1) / sections;
+    p.section_heads = int(per_section) * p.queries_per_key_head, p.sections = int((groups + per_section - 1) / per_section);
+    p.last_heads = p.heads_of_all - (p.sections - 1) * p.section_heads;
+    p.by_section_tiles = Divider(uint32_t(p.section_heads) * p.row_tiles);
+    p.by_section_heads = Divider(p.section_heads), p.by_last_heads = Divider(p.last_heads);
+}
+
+template <class T>
+const char *attend(const klineage_call *call, int64_t cached = kCachedBytes) {
+    const klineage_tensor &q = call->inputs[0], &k = call->inputs[1];
+    CUtensorMap map_q, map_k, map_v, map_o;
+    using Element = typename T::Element;
+    if (const char *why = make_map<Element>(&map_q, q, T::kRows)) return why;
+    if (const char *why = make_map<Element>(&map_k, k, T::kKeys)) return why;
+    if (const char *why = make_map<Element>(&map_v, call->inputs[2], T::kKeys)) return why;
+    if (const char *why = make_map<Element>(&map_o, call->outputs[0], 64)) return why;
+    Problem p = {};
+    p.heads = int(q.shape[1]), p.queries_per_key_head = int(q.shape[1] / k.shape[1]);
+    p.query_tokens = int(q.shape[2]), p.key_tokens = int(k.shape[2]);
+    p.row_tiles = (p.query_tokens + T::kRows - 1) / T::kRows, p.heads_of_all = p.heads * int(q.shape[0]), p.tiles = p.row_tiles * p.heads_of_all;
+    p.by_heads = Divider(p.heads), p.by_queries_per_key_head = Divider(p.queries_per_key_head), p.by_row_tiles = Divider(p.row_tiles);
+    p.causal = klineage_scalar_value(call, "causal", 0) != 0;
+    p.window = int(klineage_scalar_value(call, "window", 0));
+    if (p.causal && p.window == 0) make_sections(p, T::kDim, cached);
+    const double scale = klineage_scalar_value(call, "scale", 1.0 / sqrt(double(T::kDim)));
+    p.scale = float(scale * 1.4426950408889634);  // base-2 exponentials
+    const int count = processors();
+    if (count == 0) return "fmha: the device cannot be asked";
+    const Launch how = {unsigned(p.tiles < count ? p.tiles : count), T::kThreads, T::kSharedBytes, static_cast<cudaStream_t>(call->stream)};
+    return launch(attention<T>, how, map_q, map_k, map_v, map_o, p);
+}
+
+// What full.cuh computes, and where it is the faster kernel.
+bool takes_full(const klineage_call *call) {
+    const klineage_tensor &q = call->inputs[0], &k = call->inputs[1];
+    const int64_t tokens = q.shape[2];
+    return q.dtype == KLINEAGE_FLOAT16 && q.shape[3] == full::kDim && klineage_scalar_value(call, "causal", 0) == 0 && q.shape[1] == k.shape[1] &&
+           tokens == k.shape[2] && tokens >= 1000 && tokens <= 65536 && tokens % 8 == 0;
+}
+
+const char *attend_full(const klineage_call *call) {
+    const klineage_tensor &q = call->inputs[0];
+    CUtensorMap map_q, map_k, map_v, map_o;
+    if (const char *why = make_map<__half>(&map_q, q, full::kRows)) return why;
+    if (const char *why = make_map<__half>(&map_k, call->inputs[1], full::kKeys)) return why;
+    if (const char *why = make_map<__half>(&map_v, call->inputs[2], full::kKeys)) return why;
+    if (const char *why = make_map<__half>(&map_o, call->outputs[0], 64)) return why;
+    const int batch = int(q.shape[0]), heads = int(q.shape[1]), tokens = int(q.shape[2]), tiles = (tokens + full::kRows - 1) / full::kRows * heads * batch;
+    const float scale = float(klineage_scalar_value(call, "scale", 0.08838834764831845) * 1.4426950408889634);  // base-2 exponentials
+    const int count = processors();
+    if (count == 0) return "fmha: the device cannot be asked";
+    const Launch how = {unsigned(tiles < count ? tiles : count), full::kThreads, full::kSharedBytes, static_cast<cudaStream_t>(call->stream)};
+    return launch(full::fmha, how, map_q, map_k, map_v, map_o, heads, tokens, tiles, scale, 0u);
+}
+
+// The tile that was fastest for the head dimension, mask and length; NOTES.md has the table.
+template <class Element>
+const char *dispatch(const klineage_call *call) {
+    const klineage_tensor &q = call->inputs[0];
+    const bool causal = klineage_scalar_value(call, "causal", 0) != 0, brief = q.shape[2] <= 1024;
+    if (takes_full(call)) return attend_full(call);
+    if (q.shape[3] == 64) return attend<Tile<Element, 64, 2, 128, kLoose>>(call);  // three groups of 96 keys are 4 to 10 % faster beyond 1,024 tokens, and spill
+    if (q.shape[3] == 128) return causal && brief ? attend<Tile<Element, 128, 2, 128, kTurns>>(call) : attend<Tile<Element, 128, 2, 128, kLoose>>(call);
+    return causal ? attend<Tile<Element, 256, 2, 64, kPlain>>(call, 2 * kCachedBytes) : attend<Tile<Element, 256, 2, 64, kTurns>>(call);
 }
 
 }  // namespace
 
 extern "C" int run(const klineage_call *call) {
     const char *why = refusal(call);
+    if (why == nullptr) why = call->inputs[0].dtype == KLINEAGE_BFLOAT16 ? dispatch<__nv_bfloat16>(call) : dispatch<__half>(call);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
-    const klineage_tensor &q = call->inputs[0];
-    const int batch = int(q.shape[0]), heads = int(q.shape[1]), tokens = int(q.shape[2]);
-    const float scale = float(klineage_scalar_value(call, "scale", 0.08838834764831845)) * 1.4426950408889634f;  // base-2 exponentials
-    const auto stream = static_cast<cudaStream_t>(call->stream);
-    static const int processors = [] {
-        int device = 0, count = 0;
-        cudaGetDevice(&device);
-        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-        return count;
-    }();
-    const CUtensorMap map_q = tensor_map(q, kRows), map_k = tensor_map(call->inputs[1], kKeys), map_v = tensor_map(call->inputs[2], kKeys);
-    const CUtensorMap map_o = tensor_map(call->outputs[0], 64);
-    const int tiles = (tokens + kRows - 1) / kRows * heads * batch;
-    cudaFuncSetAttribute(fmha, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-    fmha<<<tiles < processors ? tiles : processors, kThreads, kSharedBytes, stream>>>(map_q, map_k, map_v, map_o, heads, tokens, tiles, scale, 0u);
-    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "fmha: the launch failed");
     return 0;
 }

@@ -9,11 +9,13 @@ import pytest
 from pytest_klineage.operators import OPERATORS, make_case
 from pytest_klineage.records import KernelCase
 
-SHAPES: dict[str, tuple[tuple[int, ...], dict[str, bool | str]]] = {
+SHAPES: dict[str, tuple[tuple[int, ...], dict[str, bool | int | str]]] = {
     "gemm": ((48, 40, 384), {}),
     "conv2d": ((2, 24, 13, 11, 20, 3, 2, 1), {}),
     "fmha": ((2, 2, 160, 32), {}),
     "fmha-causal": ((1, 3, 96, 32), {"causal": True}),
+    "fmha-group": ((2, 4, 96, 32), {"group": 2}),
+    "fmha-window": ((1, 4, 96, 32), {"causal": True, "window": 16, "group": 4}),
     "topk": ((6, 200, 25), {}),
     "gdn": ((2, 6, 16, 16, 150), {}),
     "gdn-state": ((1, 4, 32, 32, 70), {"initial_state": True}),

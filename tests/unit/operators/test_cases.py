@@ -177,6 +177,10 @@ def test_costs_at_the_papers_sizes() -> None:
     assert flops["gdn"] == 7 * 4096 * 48 * 128**2
     causal = make_case("fmha", (1, 1, 4, 8), "fp32", "torch", causal=True)
     assert OPERATORS["fmha"].flops(causal) == 4 * 10 * 8
+    window = make_case("fmha", (1, 2, 20, 8), "fp32", "torch", causal=True, window=16, group=2)
+    assert OPERATORS["fmha"].flops(window) == 4 * 2 * 8 * (16 * 17 / 2 + 4 * 16)
+    longer = make_case("fmha", (1, 1, 4, 8), "fp32", "torch", causal=True, window=16)
+    assert OPERATORS["fmha"].flops(longer) == OPERATORS["fmha"].flops(causal)
     moved = {name: OPERATORS[name].min_bytes(paper_case(name, "gpu", "torch")) for name in OPERATORS}
     assert moved["gemm"] == 3 * 4096**2 * 2
     assert moved["conv2d"] == pytest.approx(9.78e6, rel=1e-3)

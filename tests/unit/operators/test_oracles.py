@@ -99,11 +99,33 @@ def test_fmha(causal: bool) -> None:
     assert close(OPERATORS["fmha"].oracle(case, x)["o"], o)
 
 
+def test_fmha_with_a_window_and_shared_key_heads() -> None:
+    case = make_case("fmha", (2, 4, 40, 8), "fp32", "torch", causal=True, window=16, group=2)
+    x = draw(case, "peaky")
+    assert x["k"].shape == x["v"].shape == (2, 2, 40, 8)
+    q, o = x["q"].double(), torch.empty(2, 4, 40, 8, dtype=torch.float64)
+    for head in range(4):
+        k, v = (x[name][:, head // 2].double() for name in "kv")
+        for query in range(40):
+            seen = slice(max(0, query - 15), query + 1)
+            weights = torch.einsum("bd,bjd->bj", q[:, head, query], k[:, seen]).div(8**0.5).exp()
+            o[:, head, query] = torch.einsum("bj,bjd->bd", weights, v[:, seen]) / weights.sum(-1, keepdim=True)
+    assert close(OPERATORS["fmha"].oracle(case, x)["o"], o)
+
+
 def test_fmha_works_in_blocks_of_heads() -> None:
     length = int((BLOCK_ELEMENTS / 2) ** 0.5)
     x = torch.arange(2 * 5).view(2, 5, 1, 1).expand(2, 5, length, 1)
     seen = [part.flatten(1)[:, 0].tolist() for (part,) in blocks(x)]
     assert seen == [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9]]
+
+
+def test_fmha_repeats_a_shared_key_head_for_each_of_its_query_heads() -> None:
+    length = int((BLOCK_ELEMENTS / 3) ** 0.5)
+    q = torch.zeros(1, 4, 1, 1).expand(1, 4, length, 1)
+    k = torch.tensor([7, 8]).view(1, 2, 1, 1).expand(1, 2, length, 1)
+    seen = [part.flatten(1)[:, 0].tolist() for (_q, part) in blocks(q, k)]
+    assert seen == [[7, 7, 8], [8]]
 
 
 def test_fmha_needles_dominate_and_lie_anywhere() -> None:

@@ -123,6 +123,23 @@ def test_fmha_disguise_at_any_shape(shape: tuple[int, ...], causal: bool, seed: 
 
 @SETTINGS
 @given(
+    st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.integers(1, 8)),
+    st.sampled_from([1, 2, 4]), st.sampled_from([0, 16, 128]), st.integers(0, 999),
+)  # fmt: skip
+def test_fmha_disguise_with_shared_heads_and_a_window(
+    shape: tuple[int, ...], group: int, window: int, seed: int
+) -> None:
+    batch, heads, length, width = shape
+    check_any(
+        make_case(
+            "fmha", (batch, heads * group, length, width), "fp32", "torch", causal=True, group=group, window=window
+        ),
+        seed,
+    )
+
+
+@SETTINGS
+@given(
     st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 8), st.integers(1, 7), st.integers(1, 20)),
     st.booleans(),
     st.integers(0, 999),

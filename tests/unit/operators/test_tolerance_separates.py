@@ -54,11 +54,12 @@ def naive_conv2d(case: KernelCase, x: Tensors) -> Tensors:
 
 
 def naive_fmha(case: KernelCase, x: Tensors) -> Tensors:
-    q, k, v = (x[name].float() for name in "qkv")
-    length, width = case.shape["S"], case.shape["D"]
+    heads, length, width = case.shape["H"], case.shape["S"], case.shape["D"]
+    q, k, v = (x[name].float().repeat_interleave(heads // x[name].shape[1], dim=1) for name in "qkv")
     scores = summed(width, lambda d: q[..., :, None, d] * k[..., None, :, d]) * width**-0.5
     if case.options.get("causal"):
-        scores.masked_fill_(torch.ones(length, length, dtype=torch.bool).triu(1), float("-inf"))
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        scores.masked_fill_((distance < 0) | (distance >= int(case.options.get("window", length))), float("-inf"))
     weights = (scores - scores.max(-1, keepdim=True).values).exp()
     total = summed(length, lambda j: weights[..., j, None])
     return {"o": summed(length, lambda j: weights[..., j, None] * v[..., j, None, :]) / total}

@@ -204,6 +204,7 @@ class Ragged:
         head_dim_vo: int | None = None,
         *,
         causal: bool = False,
+        window_left: int = -1,
         sm_scale: float | None = None,
         q_data_type: torch.dtype = torch.float16,
         kv_data_type: torch.dtype | None = None,
@@ -212,14 +213,21 @@ class Ragged:
         assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
         self.starts, self.heads, self.width, self.causal = qo_indptr.tolist(), num_qo_heads, head_dim_qk, causal
         self.scale, self.dtype, self.plans = sm_scale, q_data_type, self.plans + 1
+        self.key_heads, self.window_left = num_kv_heads, window_left
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
         """As the library's: writes into `out`."""
-        assert q.shape == k.shape == v.shape == out.shape == (self.starts[-1], self.heads, self.width)
+        assert q.shape == out.shape == (self.starts[-1], self.heads, self.width)
+        assert k.shape == v.shape == (self.starts[-1], self.key_heads, self.width)
         assert q.dtype == out.dtype == self.dtype
         self.runs += 1
         for start, stop in zip(self.starts, self.starts[1:], strict=False):
             heads = [tensor[start:stop].transpose(0, 1).float() for tensor in (q, k, v)]
-            o = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=self.causal, scale=self.scale)
+            length = stop - start
+            mask = torch.ones(length, length, dtype=torch.bool)
+            mask = (mask.tril() if self.causal else mask).triu(-self.window_left if self.window_left >= 0 else -length)
+            o = torch.nn.functional.scaled_dot_product_attention(
+                *heads, attn_mask=mask, scale=self.scale, enable_gqa=self.key_heads != self.heads
+            )
             out[start:stop].copy_(o.transpose(0, 1))
         return out

@@ -28,6 +28,8 @@ RIGHT = {
     "fmha-causal": ("flashinfer", "fmha", (2, 3, 70, 64), "bf16", {"causal": True}),
     "fmha-bshd": ("flashinfer", "fmha", (2, 3, 70, 64), "fp16", {"layout": "bshd"}),
     "fmha-causal-bshd": ("flashinfer", "fmha", (2, 3, 70, 64), "fp16", {"layout": "bshd", "causal": True}),
+    "fmha-group-bshd": ("flashinfer", "fmha", (2, 4, 70, 64), "bf16", {"layout": "bshd", "group": 2, "causal": True}),
+    "fmha-window": ("flashinfer", "fmha", (2, 3, 70, 64), "fp16", {"window": 16, "causal": True}),
     "fla": ("fla", "gdn", (2, 4, 32, 64, 70), "bf16", {}),
     "fla-state": ("fla", "gdn", (2, 2, 32, 64, 20), "fp16", {"initial_state": True}),
 }
@@ -110,6 +112,15 @@ def test_what_a_library_does_not_support_is_said(
     case = make_case(name, shape, dtype, ref)
     with pytest.raises(UsageError, match=f"the reference {ref} cannot run {case.id} on {platform}: .*{supported}"):
         reference(ref).check(case, platform)
+
+
+def test_attention_cases_that_a_library_does_not_take() -> None:
+    window = make_case("fmha", (1, 2, 64, 64), "fp16", "cudnn", causal=True, window=16)
+    assert reference("cudnn").limits(window, "sm90") == "its attention through torch has no sliding window"
+    assert not reference("vendor").limits(window, "sm90")
+    shared = make_case("fmha", (1, 2, 64, 64), "fp16", "flashinfer", group=2)
+    assert reference("flashinfer").limits(shared, "sm90") == "its attention takes shared key heads in layout bshd only"
+    assert not reference("cudnn").limits(shared, "sm90")
 
 
 # --- conventions ------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ CASES = {
     "conv2d-nhwc": ("conv2d", (2, 8, 9, 11, 5, 3, 1, 1), {"layout": "nhwc"}),
     "fmha": ("fmha", (2, 3, 70, 16), {}),
     "fmha-causal-bshd": ("fmha", (2, 3, 70, 16), {"causal": True, "layout": "bshd"}),
+    "fmha-group": ("fmha", (2, 4, 70, 16), {"group": 2}),
+    "fmha-window-group": ("fmha", (2, 4, 70, 16), {"causal": True, "window": 16, "group": 4, "layout": "bshd"}),
     "topk": ("topk", (5, 99, 20), {}),
     "gdn": ("gdn", (2, 6, 32, 64, 192), {}),
     "gdn-ragged-state": ("gdn", (2, 4, 16, 32, 75), {"initial_state": True}),
