@@ -13,10 +13,11 @@ import msgspec
 
 from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
 from pytest_klineage.gate import findings
+from pytest_klineage.gate.definitions import definition_file
 from pytest_klineage.gate.host.cpu import usable_cores
 from pytest_klineage.gate.host.hosts import place_for
 from pytest_klineage.gate.host.locks import machine_lock
-from pytest_klineage.gate.rejection import Rejected
+from pytest_klineage.gate.rejection import SEVERITY, Rejected
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.gate.stages.audit import Audit, audit
 from pytest_klineage.gate.stages.build import build_kernel, built_reason, resource_reasons, unchecked_notes
@@ -24,12 +25,10 @@ from pytest_klineage.gate.stages.sanitize import sanitize
 from pytest_klineage.gate.stages.time import CALL_SLACK_S, TimedStage
 from pytest_klineage.gate.supervise import Processes, Worker
 from pytest_klineage.operators import operator_of
-from pytest_klineage.operators.resolve import file_of
 from pytest_klineage.records import (
     Build,
     Check,
     Code,
-    DefinitionFile,
     KernelCase,
     KernelSource,
     KernelTime,
@@ -52,7 +51,7 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.references import UnsupportedCase, reference_of
 from pytest_klineage.references.device import chosen_variant, reference_notes
-from pytest_klineage.references.functions import COMPILED, reference_files
+from pytest_klineage.references.functions import COMPILED
 from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
@@ -489,20 +488,6 @@ LACKS_FRAMEWORK = frozenset({
     Code.EXCEPTION, Code.RETURNED_ERROR, Code.CRASH, Code.EXITED, Code.MISMATCH, Code.UNWRITTEN, Code.NON_FINITE,
 })  # fmt: skip
 """How a candidate may fail because the framework refuses to compute."""
-
-SEVERITY = {
-    Code.LATE_WORK: 5, Code.REPLAY: 5, Code.FAKE_TENSOR: 5, Code.INPUT_MUTATED: 4, Code.ALIASED_OUTPUT: 4,
-    Code.OUT_OF_BOUNDS: 3, Code.UNWRITTEN: 2, Code.NON_FINITE: 1,
-}  # fmt: skip
-"""Which finding explains a failure best when several checks disagree; the others follow as further reasons."""
-
-
-def definition_file(case: KernelCase) -> DefinitionFile:
-    """Where trusted processes import a case's definition, and its reference's functions, on this machine."""
-    path = file_of(case)
-    search = tuple(os.path.abspath(folder) for folder in sys.path if folder)
-    written = (case.reference, *case.reference_variants, case.reference_prepare)
-    return DefinitionFile(path=str(path or ""), search=search, files=reference_files(written))
 
 
 def now() -> str:

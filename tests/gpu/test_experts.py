@@ -100,7 +100,7 @@ EXPERT_ONLY = (
 """What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types; heads of 64; other
 layers than 64 -> 128 channels; and what it takes slowly: sequences of several segments."""
 REFUSED = (
-    Neighbours("gemm", "bf16", ((257, 256, 256),)),
+    Neighbours("gemm", "bf16", ((256, 257, 256),)),
     Neighbours("conv2d", "fp16", ((1, 3, 8, 8, 128, 3, 1, 1),)),
     Neighbours("conv2d", "fp32", ((1, 64, 8, 8, 128, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 96),)),

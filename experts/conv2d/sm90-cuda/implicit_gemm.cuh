@@ -146,7 +146,7 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
 
 template <class T, int kM, int kN, int kGroups, int kPerSm, bool kNchw, Source kSource>
 __global__ void __launch_bounds__(kGroups * 128 + 32, kPerSm)
-implicit_gemm(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Params g) {
+tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Params g) {
     extern __shared__ unsigned char raw[];
     constexpr int kBlocks = kM / kGroups / 64, kThreads = kGroups * 128, kPixels = kNchw ? kN : kM, kFilters = kNchw ? kM : kN;
     const Memory at(g, smem_address(raw));

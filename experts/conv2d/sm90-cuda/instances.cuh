@@ -11,7 +11,7 @@ Instance once() {
     constexpr int kM = kNchw ? kFilters : kPixels, kN = kNchw ? kPixels : kFilters;
     constexpr Source kSource = kKind == Kind::kHalo ? Source::kHalo : Source::kIm2col;
     return {kKind, kNchw, kNchw, kPixels, kFilters, kGroups, kPerSm,
-            reinterpret_cast<const void *>(implicit_gemm<T, kM, kN, kGroups, kPerSm, kNchw, kSource>)};
+            reinterpret_cast<const void *>(tiled_product<T, kM, kN, kGroups, kPerSm, kNchw, kSource>)};
 }
 template <class T, Form kForm, int kPixels, int kFilters, int kGroups, int kPerSm>
 Instance stream() {

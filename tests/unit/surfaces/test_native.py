@@ -32,7 +32,8 @@ Arguments = Callable[..., tuple[Memory, Slot]]
 STRUCTS = {"klineage_tensor": CTensor, "klineage_scalar": CScalar, "klineage_call": CCall}
 C_NAMES = {
     "fp64": "FLOAT64", "fp32": "FLOAT32", "fp16": "FLOAT16", "bf16": "BFLOAT16", "int64": "INT64", "int32": "INT32",
-    "uint8": "UINT8",
+    "uint8": "UINT8", "fp8_e4m3": "FLOAT8_E4M3", "fp8_e5m2": "FLOAT8_E5M2", "int16": "INT16", "int8": "INT8",
+    "bool": "BOOL",
 }  # fmt: skip
 
 KERNELS = r"""

@@ -1,0 +1,19 @@
+"""Where the trusted processes of a judgement find the files of a user's operator and references."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from pytest_klineage.operators.resolve import file_of
+from pytest_klineage.records import KernelCase
+from pytest_klineage.records.messages import DefinitionFile
+from pytest_klineage.references.functions import reference_files
+
+
+def definition_file(case: KernelCase) -> DefinitionFile:
+    """Where trusted processes import a case's definition, and its reference's functions, on this machine."""
+    path = file_of(case)
+    search = tuple(os.path.abspath(folder) for folder in sys.path if folder)
+    written = (case.reference, *case.reference_variants, case.reference_prepare)
+    return DefinitionFile(path=str(path or ""), search=search, files=reference_files(written))
