@@ -6,8 +6,7 @@ import os
 import sys
 
 from pytest_klineage.operators.resolve import file_of
-from pytest_klineage.records import KernelCase
-from pytest_klineage.records.messages import DefinitionFile
+from pytest_klineage.records import DefinitionFile, KernelCase
 from pytest_klineage.references.functions import reference_files
 
 
