@@ -15,7 +15,7 @@ from tabulate import tabulate
 
 from pytest_klineage.records import Timing, Verdict
 from pytest_klineage.report.aggregate import summarise
-from pytest_klineage.report.tables import milliseconds, ratio
+from pytest_klineage.report.tables import milliseconds, ratio, speedup_text
 from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def row_of(verdict: Verdict) -> Iterable[str]:
     timing = verdict.timing if verdict.scored else None
     reference = verdict.reference.get("label") or verdict.case.reference
     times = (milliseconds(timing.reference_ms), milliseconds(timing.candidate_ms)) if timing else ("-", "-")
-    return (f"`{verdict.case.id}`", reference, *times, speedup(timing, interval=True) if timing else verdict.code.value)
+    return (f"`{verdict.case.id}`", reference, *times, speedup_text(verdict) if timing else verdict.code.value)
 
 
 def other_timing(verdict: Verdict, policy: str) -> Timing | None:
@@ -63,13 +63,9 @@ def other_timing(verdict: Verdict, policy: str) -> Timing | None:
     return next((one for one in verdict.other_timings if one.policy == policy), None)
 
 
-def speedup(timing: Timing | None, *, interval: bool = False) -> str:
-    """A speedup, with its interval where asked for."""
-    if timing is None:
-        return "-"
-    said = timing.speedup
-    ends = f" [{ratio(said.low)}, {ratio(said.high)}]" if interval else ""
-    return f"{ratio(said.estimate)}x{ends}"
+def speedup(timing: Timing | None) -> str:
+    """A speedup without its interval."""
+    return "-" if timing is None else f"{ratio(timing.speedup.estimate)}x"
 
 
 TABLES: dict[str, Callable[[], str]] = {
