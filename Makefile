@@ -3,11 +3,13 @@
 #   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
 #   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120", SUITES=...)
 #   make test           all tests                                                     (ARGS="-k gemm -x")
+#   make test-ray       the tests that start a Ray cluster on this machine; four minutes on two cores
 #   make lint           ruff and mypy
 #   make tables         figures on the pages made again from the published records
 #   make docs           the site, strictly, into build/site
 #   make release-check  wheel and sdist built, their contents checked, the quickstart run from the wheel alone
 #   make gate-quality   the measurements behind the gate's claims; takes long
+#   make mutants        the tests of the core mutated against: which changes no test notices   (MODULES="statistics walk")
 #   make clean          remove .venv, caches and built kernels
 
 PYTHON ?= python3
@@ -17,6 +19,8 @@ PLATFORMS ?= sm90 sm120
 SUITES ?= suites/main_tier suites/gdn_case_study
 ARGS ?=
 WORKERS ?= 2
+MODULES ?=
+RAY_LIMIT ?= 900
 # Where there is a GPU, what judging on it needs as well.
 EXTRAS ?= cpu,cuda-build,triton,tilelang,llm,xdist,benchmark$(if $(shell command -v nvidia-smi),$(comma)cuda)
 comma := ,
@@ -25,7 +29,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell (cat pyproject.toml constraints.txt; echo $(EXTRAS)) | cksum | cut -d' ' -f1)
 
-.PHONY: help venv test lint tables docs release-check main-tier build-kernels gate-quality clean check-python check-compiler
+.PHONY: help venv test test-ray lint tables docs release-check main-tier build-kernels gate-quality mutants clean check-python check-compiler
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +56,11 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 test: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
+# Apart from the others: Ray is a large dependency, and a cluster needs the machine to itself.
+test-ray: | check-compiler
+	@$(MAKE) --no-print-directory venv EXTRAS="$(EXTRAS),ray"
+	timeout $(RAY_LIMIT) $(BIN)/python -m pytest tests/unit/executors/cluster $(ARGS)
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,6 +85,10 @@ release-check: $(STAMP) | check-compiler
 
 gate-quality: $(STAMP) | check-compiler
 	$(BIN)/python -m pytest suites/gate_quality --platform $(PLATFORM) $(ARGS)
+
+mutants: $(STAMP) | check-compiler
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group mutation
+	$(BIN)/python tests/mutation/mutants.py $(MODULES)
 
 clean:
 	rm -rf $(VENV) .klineage .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tabulate import tabulate
 
+from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
+from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
 from pytest_klineage.records import Timing, Verdict
 from pytest_klineage.report.aggregate import summarise
-from pytest_klineage.report.tables import milliseconds, ratio, speedup_text
+from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
 from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +28,8 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
 ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
+SWEPT = "experts-sm90"
+"""The run of suites/experts that is published."""
 POLICIES = ("do_bench", "cudagraph")
 """Beside the policy that decides, `paired`."""
 
@@ -31,8 +38,12 @@ def main_tier(run: str) -> str:
     """The main tier of one run: device, date, a row per case, and the geometric mean with its coverage."""
     verdicts = sorted(published(run), key=lambda one: (ORDER.index(one.case.operator), one.case.id))
     policies = [name for name in POLICIES if any(other_timing(one, name) for one in verdicts)]
-    rows = [[*row_of(one), *(speedup(other_timing(one, name)) for name in policies)] for one in verdicts]
-    headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *policies)
+    floors = floors_known(verdicts)
+    rows = [
+        [*row_of(one), *([floor_text(one)] if floors else []), *(speedup(other_timing(one, name)) for name in policies)]
+        for one in verdicts
+    ]
+    headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *(["floor"] if floors else []), *policies)
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
     summary = summarise(verdicts)
     mean = "no mean" if summary.geomean is None else f"geomean {ratio(summary.geomean)}x"
@@ -46,8 +57,7 @@ def main_tier(run: str) -> str:
 
 def published(run: str) -> list[Verdict]:
     """Every verdict of a published run."""
-    lines = (ROOT / "results" / run / "records.jsonl").read_text().splitlines()
-    return [msgspec.json.decode(line, type=Record).verdict for line in lines]
+    return [verdict for _node, verdict in judged_in(f"{run}/records.jsonl")]
 
 
 def row_of(verdict: Verdict) -> Iterable[str]:
@@ -68,9 +78,99 @@ def speedup(timing: Timing | None) -> str:
     return "-" if timing is None else f"{ratio(timing.speedup.estimate)}x"
 
 
+ASIDE = re.compile(
+    r"naive: |NaN is outside its|The stages|Refused with a message|(Any|Every)thing else is refused|Runs on AVX|"
+    r"The bits of the result|Scratch memory|TileLang uses|TMA is used|COMPILE declares|Each shape is|What else is asked"
+)
+"""How sentences of a contract begin that are about refusals, other variants than the expert, or how it computes."""
+
+
+def domains() -> str:
+    """What each expert accepts, in the words of its expert.toml."""
+    return "".join(f"{domain_of(expert)}\n" for expert in find_experts(ROOT / "experts"))
+
+
+def domain_of(expert: Expert) -> str:
+    """One expert's item."""
+    built = [name for name in expert.platforms_of(expert.variants["expert"]) if name != expert.platform]
+    name = f"{expert.operator}, {', '.join([expert.platform, *built])}, {expert.surface.value}"
+    return f"- **{name}**: {accepted(str(expert.contract['text']))}"
+
+
+def accepted(contract: str) -> str:
+    """The sentences of a contract about what the expert variant accepts, escaped for Markdown."""
+    text = re.sub(r" \(stages?[^)]*\)", "", " ".join(contract.split())).removeprefix("expert: ")
+    sentences = re.split(r"(?<=\.) (?=[A-Za-z])", text)
+    kept = " ".join(sentence for sentence in sentences if not ASIDE.match(sentence))
+    return kept.replace("<", "&lt;").replace("[", "\\[")
+
+
+def sweeps() -> str:
+    """The experts' sweeps: mean and slowest case of each beside what is asked for, then every case."""
+    asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
+    if not (ROOT / "results" / SWEPT / "records.jsonl").is_file():
+        count = sum(len(sweep["cases"]) for sweep in asked.values())
+        return f"Not measured yet: {count} cases are defined; `pytest suites/experts --platform sm90` judges them.\n"
+    verdicts = published(SWEPT)
+    rows = [
+        sweep_row(name, sweep, [one for one in verdicts if one.case.operator == name]) for name, sweep in asked.items()
+    ]
+    headers = ("sweep", "accepted", "geomean", "asked", "slowest case", "asked")
+    return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n\n{main_tier(SWEPT)}"
+
+
+def sweep_row(name: str, asked: dict[str, Any], verdicts: list[Verdict]) -> Iterable[str]:
+    """One sweep's mean and slowest case."""
+    summary = summarise(verdicts)
+    timed = [one.timing.speedup.estimate for one in verdicts if one.scored and one.timing is not None]
+    mean, slowest = (f"{ratio(number)}x" if number else "-" for number in (summary.geomean, min(timed, default=None)))
+    return (
+        name,
+        f"{summary.scored} of {len(asked['cases'])}",
+        mean,
+        f"{asked['geomean']}x",
+        slowest,
+        f"{asked['least']}x",
+    )
+
+
+ARMS = {"cards": "roundtrip_recovery-cpu", "none": "generated_only-cpu"}
+"""The arms of the study on a CPU, and where their verdicts are."""
+
+
+def cards_on_cpu() -> str:
+    """Whether cards helped on a CPU: first shots of both arms, paired by target and trial."""
+    cards, none = (first_shots(judged_in(f"ablations/{name}.jsonl")) for name in ARMS.values())
+    shots, speed = successes(cards, none), speeds(cards, none)
+    targets = sorted({pair.target for pair in shots})
+    rows = [(target, *counts_of([pair for pair in shots if pair.target == target])) for target in targets]
+    found, ratio_of = discordance(shots), geomean_ratio(speed)
+    table = tabulate([*rows, ("all", *counts_of(shots))], ("target", "pairs", "with cards", "without"), tablefmt="pipe")
+    return (
+        f"{table}\n\nFirst shots that are right and reach half of the expert's speed. {found.pairs} pairs: "
+        f"{found.only_first} succeed with cards only, {found.only_second} without only; exact McNemar, two-sided, p = "
+        f"{found.p_two_sided:.2f}. Speed where both succeed, with cards over without: {ratio_of.estimate:.2f}x "
+        f"[{ratio_of.low:.2f}, {ratio_of.high:.2f}], {len(speed)} pairs, p = {sign_flip(speed):.2f} by sign flips.\n"
+    )
+
+
+def counts_of(pairs: list[Pair]) -> tuple[int, int, int]:
+    """Pairs, and successes of both arms."""
+    return (len(pairs), sum(pair.first > 0 for pair in pairs), sum(pair.second > 0 for pair in pairs))
+
+
+def judged_in(name: str) -> list[tuple[str, Verdict]]:
+    """Node ids and verdicts of a file of records below results/."""
+    lines = (ROOT / "results" / name).read_text().splitlines()
+    return [(one.nodeid, one.verdict) for one in (msgspec.json.decode(line, type=Record) for line in lines)]
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "main-tier-sm90": lambda: main_tier("main_tier-sm90"),
     "main-tier-cpu": lambda: main_tier("main_tier-cpu"),
+    "expert-domains": domains,
+    "expert-sweeps": sweeps,
+    "cards-on-cpu": cards_on_cpu,
 }
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_klineage.results.runs import Record, Run, read_run
     from pytest_klineage.surfaces import read_source
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BadRecord",

@@ -71,7 +71,11 @@ class Waiting(KlineageError):
 
 
 class WaitsForVerdict(Waiting):
-    """A request for a judgement lies in the folder `where`, and has no reply."""
+    """A judgement was asked for at `where`, and has no reply. `request` is its digest, where there is one."""
+
+    def __init__(self, where: str, message: str, request: str = "") -> None:
+        self.request = request
+        super().__init__(where, message)
 
 
 class WaitsForReply(Waiting):

@@ -26,13 +26,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     _optimizing(group)
     _admission(group)
     _gate_quality(group)
+    group.addoption(
+        "--for", type=float, metavar="MIN",
+        help="Minutes after which flaggems, lineage/test_retime.py and gate_quality's A/A and detection on a CPU begin "
+        "nothing further; the same command goes on. Needed to sweep points, and to time steps again.",
+    )  # fmt: skip
 
 
 def _optimizing(group: pytest.OptionGroup) -> None:
     """Of ablations and head_to_head."""
     group.addoption(
         "--trials", type=int, metavar="N",
-        help="Trials: of each kernel in ablations (default: 5), in all in an A/A of gate_quality (default: 200).",
+        help="Trials: of each kernel in ablations (default: 5), in all in an A/A of gate_quality (default: 200); "
+        "problems of each level in gate_quality/test_imported_problems.py (default: 100).",
     )  # fmt: skip
     group.addoption(
         "--steps", type=int, metavar="N",
@@ -82,6 +88,14 @@ def _gate_quality(group: pytest.OptionGroup) -> None:
         "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
     )
     group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
+    group.addoption(
+        "--problems", metavar="DIR", type=Path,
+        help="Of gate_quality/test_imported_problems.py: the folder KernelBench of a checkout of KernelBench.",
+    )  # fmt: skip
+    group.addoption(
+        "--definitions", metavar="DIR", type=Path,
+        help="Of gate_quality/test_imported_definitions.py: a folder of FlashInfer-Trace.",
+    )  # fmt: skip
     group.addoption(
         "--verdicts", type=int, default=5, metavar="N",
         help="Verdicts by each evaluator, 2 at least. Default: %(default)s.",

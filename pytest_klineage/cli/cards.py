@@ -1,41 +1,39 @@
-"""`pytest-klineage cards`: list, show, lint and diff the cards on disk, in at most 100 columns. Nothing is changed."""
+"""`pytest-klineage cards`: list, show, lint and diff cards, in at most 100 columns; `lift` and `admit` write them."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
-import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, say_all, say_table, write_to
+from pytest_klineage.cli.making import add_lift_and_admit
 from pytest_klineage.errors import UsageError
+from pytest_klineage.report.text import WIDTH, counted, wrapped
 
 if TYPE_CHECKING:
-    from pytest_klineage.lab.library.lint import Finding
+    from pytest_klineage.lab.library.lint import LintFinding
     from pytest_klineage.records import SkillCard
 
-OK, FAILED = 0, 1
-WIDTH = 100
 SKILLS, EXPERTS = Path("skills"), Path("experts")
 EXIT_CODES = """\
 exit codes:
-  0  done; for lint: nothing is wrong; for diff: the cards are the same
-  1  for lint: a card has errors (or warnings, where they count); for diff: the cards differ
+  0  done; for lift and admit: every card was made, or admitted; for lint: nothing is wrong;
+     for diff: the cards are the same
+  1  for lift and admit: some were not; for lint: a card has errors (or warnings, where they count);
+     for diff: the cards differ
   2  the command line, or what it names, is not valid
+  8  for lift and admit: a prompt waits for its reply; the same command goes on
 """
 HEADERS = ("card", "status", "category", "effect", "verified on")
 
 
-def add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_cards(commands: Commands) -> None:
     """Add the command `cards` with its own commands."""
-    cards = commands.add_parser(
-        "cards", help="list, show, lint and compare skill cards", epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    actions = cards.add_subparsers(metavar="ACTION", required=True)
-
+    actions = add_group(commands, "cards", "list, show, lift, admit, lint and compare skill cards", EXIT_CODES)
     listing = actions.add_parser("list", help="one line for every card")
     listing.add_argument("--status", choices=("candidate", "admitted", "retired"), help="only cards of this status")
     listing.set_defaults(command=run_list)
@@ -56,6 +54,7 @@ def add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     lint.set_defaults(command=run_lint)
 
+    add_lift_and_admit(actions, SKILLS)
     diff = actions.add_parser("diff", help="what differs between two cards")
     diff.add_argument("one", metavar="CARD", help="a card's name, its folder, or a card.json")
     diff.add_argument("other", metavar="CARD", help="the same")
@@ -68,20 +67,15 @@ def add_cards(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """`cards list`."""
-    from tabulate import tabulate
-
     from pytest_klineage.lab.library.cards import find_cards
 
     every = find_cards(_folder(arguments.skills))
     cards = [card for card in every if arguments.status in (None, card.status.value)]
-    rows = [_row(card) for card in cards]
-    if rows:
-        rule = ["-" * max(len(row[column]) for row in (HEADERS, *rows)) for column in range(len(HEADERS))]
-        table = tabulate([HEADERS, rule, *rows], tablefmt="plain", disable_numparse=True)
-        _say("".join(f"{line.rstrip()[:WIDTH].rstrip()}\n" for line in table.splitlines()))
-        _say("\n")
+    if cards:
+        say_table(HEADERS, [_row(card) for card in cards])
+        say()
     admitted = sum(card.status.value == "admitted" for card in cards)
-    _say(f"{_counted(len(cards), 'card')}, {admitted} admitted\n")
+    say(f"{counted(len(cards), 'card')}, {admitted} admitted")
     return OK
 
 
@@ -93,31 +87,31 @@ def run_show(arguments: argparse.Namespace) -> int:
 
     card = find_card(_folder(arguments.skills), arguments.name)
     if arguments.json:
-        _say(record_json(card).decode())
+        write_to(None, record_json(card).decode())
     elif arguments.prompt:
-        _say(prompt_text(card))
+        write_to(None, prompt_text(card))
     elif arguments.trials:
-        _say("".join(f"{line}\n" for line in _trial_lines(card)))
+        say_all(_trial_lines(card))
     else:
-        _say("".join(f"{line}\n" for line in _wrapped_markdown(skill_markdown(card))))
+        say_all(_wrapped_markdown(skill_markdown(card)))
     return OK
 
 
 def run_lint(arguments: argparse.Namespace) -> int:
     """`cards lint`."""
-    from pytest_klineage.lab.library.cards import card_folders
-    from pytest_klineage.lab.library.lineages import find_lineages
+    from pytest_klineage.lab.library.cards import card_folders, readable_cards
+    from pytest_klineage.lab.library.lineages import find_all
     from pytest_klineage.lab.library.lint import known_lineages, lint_folder
 
     skills = _folder(arguments.skills)
     folders = [_card_folder(skills, name) for name in arguments.names] or card_folders(skills)
-    lineages = known_lineages(find_lineages(arguments.experts))
-    findings = [finding for folder in folders for finding in lint_folder(folder, lineages)]
-    _say("".join(f"{line}\n" for finding in findings for line in _finding_lines(finding)))
+    lineages = known_lineages(find_all(arguments.experts))
+    others = readable_cards(skills)
+    findings = [finding for folder in folders for finding in lint_folder(folder, lineages, others)]
+    say_all(line for finding in findings for line in _finding_lines(finding))
     warnings = sum(finding.warning for finding in findings)
     errors = len(findings) - warnings
-    counts = (_counted(len(folders), "card"), _counted(errors, "error"), _counted(warnings, "warning"))
-    _say("{}: {}, {}\n".format(*counts))
+    say(f"{counted(len(folders), 'card')}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
     return FAILED if errors or (arguments.strict and warnings) else OK
 
 
@@ -132,7 +126,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
             arguments.one, arguments.other, lineterm="",
         )
     )  # fmt: skip
-    _say("".join(f"{part}\n" for line in lines for part in _wrapped(line, "    ")))
+    say_all(part for line in lines for part in _wrapped(line, "    "))
     return FAILED if lines else OK
 
 
@@ -148,13 +142,13 @@ def _row(card: SkillCard) -> list[str]:
 
 def _trial_lines(card: SkillCard) -> Iterable[str]:
     """The card's state in a line, then every trial with its place, its outcome, its figures and its note."""
-    from pytest_klineage.lab.library.rendering import place, speedup_text
+    from pytest_klineage.lab.library.rendering import context_text, speedup_text
 
     won = f"{len(card.successes)} held out and won"
-    yield f"{card.name}: {card.status.value}, {_counted(len(card.log), 'trial')}, {won}"
+    yield f"{card.name}: {card.status.value}, {counted(len(card.log), 'trial')}, {won}"
     for number, trial in enumerate(card.log, start=1):
         code = f" ({trial.code.value})" if trial.code is not None else ""
-        where = f"{place(trial.context)}{'' if trial.held_out else ', not held out'}"
+        where = f"{context_text(trial.context)}{'' if trial.held_out else ', not held out'}"
         yield from _wrapped(f"{number:3d}. {trial.outcome.value}{code} on {where}", "     ")
         facts = [speedup_text(trial.speedup) if trial.speedup is not None else "", trial.tried_at, trial.method]
         facts += [trial.source_digest[:12], "imported" if trial.imported else ""]
@@ -162,15 +156,11 @@ def _trial_lines(card: SkillCard) -> Iterable[str]:
             yield from (_wrapped(f"     {text}", "     ") if text else ())
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _shortened(text: str, size: int) -> str:
     return text if len(text) <= size else text[: size - 2] + ".."
 
 
-def _finding_lines(finding: Finding) -> list[str]:
+def _finding_lines(finding: LintFinding) -> list[str]:
     kind = "warning" if finding.warning else "error"
     return _wrapped(f"{finding.card}: {kind}: {finding.rule.value}: {finding.message}", "    ")
 
@@ -192,7 +182,7 @@ def _wrapped_markdown(text: str) -> Iterable[str]:
         elif fence or len(line) <= WIDTH:
             yield line
         else:
-            yield from textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+            yield from wrapped(line, indent="  ")
 
 
 def _folder(skills: Path) -> Path:
@@ -221,7 +211,3 @@ def _card_at(skills: Path, name: str) -> SkillCard:
     if (path / CARD_FILE).is_file():
         return read_card(path)
     return find_card(_folder(skills), name)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_klineage.cli.console import FAILED, OK, Commands, run_path, write_to
 from pytest_klineage.errors import UsageError
 
 if TYPE_CHECKING:
     from pytest_klineage.records.baseline import Baseline, Comparison
     from pytest_klineage.results.runs import Run
 
-OK, FAILED = 0, 1
 EXIT_CODES = """\
 exit codes:
   0  done; without --fail whatever was found
@@ -23,7 +22,7 @@ exit codes:
 """
 
 
-def add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_compare(commands: Commands) -> None:
     """Add the command `compare`."""
     compare = commands.add_parser(
         "compare", help="compare the kernels of two runs, or of a baseline and a run", epilog=EXIT_CODES,
@@ -50,11 +49,11 @@ def run_compare(arguments: argparse.Namespace) -> int:
     if not found:
         raise UsageError(f"{run.path} has no verdict to compare")
     if not arguments.old.endswith(".json"):
-        # A run has no name to be pinned anew under.
+        # A run has no name to be pinned again under.
         found = [msgspec.structs.replace(item, advice="") if "-save=" in item.advice else item for item in found]
     failing = arguments.fail is not None
     text = comparisons_markdown(found, failing=failing) if arguments.markdown else _lines(comparison_lines(found))
-    _write(arguments.output, text + _lines(f"warning: {warning}" for warning in run.warnings))
+    write_to(arguments.output, text + _lines(f"warning: {warning}" for warning in run.warnings))
     return FAILED if failing and any(comparison.outcome.bad for comparison in found) else OK
 
 
@@ -98,14 +97,9 @@ def _old(path: Path) -> list[Baseline]:
 
 
 def _run(given: str) -> Run:
-    from pytest_klineage.results.runs import list_runs, read_run
+    from pytest_klineage.results.runs import read_run
 
-    path = Path(given)
-    if given == "latest" and not path.exists():
-        runs = list_runs(Path("results"))
-        if not runs:
-            raise UsageError("there is no run in results/runs; give the run's directory")
-        path = runs[-1]
+    path = run_path(given)
     if not path.exists():
         raise UsageError(f"{path} is not there; give a run's directory, its records.jsonl, or: latest")
     return read_run(path)
@@ -113,13 +107,3 @@ def _run(given: str) -> Run:
 
 def _lines(lines: Iterable[str]) -> str:
     return "".join(f"{line}\n" for line in lines)
-
-
-def _write(path: Path | None, text: str) -> None:
-    if path is None:
-        sys.stdout.write(text)
-        return
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error

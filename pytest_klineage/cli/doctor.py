@@ -33,7 +33,7 @@ int main() { int n = 0;
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MachinePart:
     """One part of the machine: there or not, and what would add it."""
 
     name: str
@@ -45,9 +45,9 @@ class Finding:
     """A command, when the part is missing."""
 
 
-def examine(cache_dir: Path | None = None) -> list[Finding]:
+def examine(cache_dir: Path | None = None) -> list[MachinePart]:
     """Look at everything, most basic first. Takes a few seconds; torch is not imported."""
-    probes: tuple[Callable[[], Iterator[Finding]], ...] = (
+    probes: tuple[Callable[[], Iterator[MachinePart]], ...] = (
         _python,
         _compiler,
         lambda: _package("torch", needed=True, remedy="pip install 'pytest-klineage[cpu]'"),
@@ -63,12 +63,12 @@ def examine(cache_dir: Path | None = None) -> list[Finding]:
     return [finding for probe in probes for finding in probe()]
 
 
-def cpu_ready(findings: Sequence[Finding]) -> bool:
+def cpu_ready(findings: Sequence[MachinePart]) -> bool:
     """Whether everything that the cpu platform needs is there."""
     return all(finding.present for finding in findings if finding.needed)
 
 
-def finding_lines(findings: Sequence[Finding]) -> list[str]:
+def finding_lines(findings: Sequence[MachinePart]) -> list[str]:
     """The findings as text, and what follows from them."""
     size = max(len(finding.name) for finding in findings)
     lines = []
@@ -86,43 +86,53 @@ def finding_lines(findings: Sequence[Finding]) -> list[str]:
     return lines
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("python", sys.version_info >= (3, 11), f"{platform.python_version()} {sys.executable}", needed=True)
+def _python() -> Iterator[MachinePart]:
+    yield MachinePart(
+        "python", sys.version_info >= (3, 11), f"{platform.python_version()} {sys.executable}", needed=True
+    )
     yield from _package("pytest", needed=True, remedy="pip install 'pytest>=8.4'")
 
 
-def _package(name: str, *, needed: bool = False, remedy: str) -> Iterator[Finding]:
+def _package(name: str, *, needed: bool = False, remedy: str) -> Iterator[MachinePart]:
     try:
-        yield Finding(name, True, importlib.metadata.version(name), needed)
+        yield MachinePart(name, True, importlib.metadata.version(name), needed)
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(name, False, "not installed", needed, remedy)
+        yield MachinePart(name, False, "not installed", needed, remedy)
 
 
-def _extensions() -> Iterator[Finding]:
-    """What other packages register, and whether it can be loaded."""
+def _extensions() -> Iterator[MachinePart]:
+    """What other packages register, and whether it is what it is registered as."""
+    from pytest_klineage.operators import find_operator
+    from pytest_klineage.records import gpu_platform
+    from pytest_klineage.references import reference
+    from pytest_klineage.surfaces import surface_backend
+
+    take: dict[str, Callable[[str], object]] = {
+        "operators": find_operator, "references": reference, "surfaces": surface_backend, "platforms": gpu_platform,
+    }  # fmt: skip
     for kind in GROUPS:
         for name, extension in extensions(kind).items():
             try:
-                extension.load()
+                take[kind](name)
             except UsageError as error:
-                yield Finding(f"{kind[:-1]} {name}", False, str(error))
+                yield MachinePart(f"{kind[:-1]} {name}", False, str(error))
             else:
-                yield Finding(f"{kind[:-1]} {name}", True, f"{extension.package} ({extension.point.value})")
+                yield MachinePart(f"{kind[:-1]} {name}", True, f"{extension.package} ({extension.point.value})")
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Iterator[MachinePart]:
     from pytest_klineage.surfaces.cpp import compiler_version, find_compiler
 
     try:
         compiler = find_compiler()
-        yield Finding("C++ compiler", True, f"{compiler_version(compiler)} ({compiler})", needed=True)
+        yield MachinePart("C++ compiler", True, f"{compiler_version(compiler)} ({compiler})", needed=True)
     except MissingDependency as error:
         detail = f"{error.what} is missing"
-        yield Finding("C++ compiler", False, detail, needed=True, remedy=error.remedy)
+        yield MachinePart("C++ compiler", False, detail, needed=True, remedy=error.remedy)
         return
     problem, threads = _openmp(compiler)
     detail = problem or f"{threads} threads"
-    yield Finding("OpenMP", not problem, detail, needed=True, remedy="apt-get install g++ libomp-dev")
+    yield MachinePart("OpenMP", not problem, detail, needed=True, remedy="apt-get install g++ libomp-dev")
 
 
 def _openmp(compiler: str) -> tuple[str, str]:
@@ -140,60 +150,60 @@ def _openmp(compiler: str) -> tuple[str, str]:
         return "", ran.stdout.strip()
 
 
-def _cuda_compiler() -> Iterator[Finding]:
+def _cuda_compiler() -> Iterator[MachinePart]:
     from pytest_klineage.surfaces.toolkit import INSTALL, find_disassembler, find_headers, find_nvcc, find_toolkit
 
     try:
         nvcc = find_nvcc()
-        yield Finding("nvcc", True, f"{find_toolkit().version} ({nvcc})")
+        yield MachinePart("nvcc", True, f"{find_toolkit().version} ({nvcc})")
     except MissingDependency as error:
-        yield Finding("nvcc", False, f"{error.what} is missing; needed to build CUDA kernels", remedy=error.remedy)
+        yield MachinePart("nvcc", False, f"{error.what} is missing; needed to build CUDA kernels", remedy=error.remedy)
     found = find_disassembler()
     detail = f"{found.description} ({found.cuobjdump})" if found else "not installed; for instructions of CUDA kernels"
-    yield Finding("cuobjdump", found is not None, detail, remedy=INSTALL)
+    yield MachinePart("cuobjdump", found is not None, detail, remedy=INSTALL)
     try:
-        yield Finding("CUTLASS headers", True, find_headers("cutlass").version)
+        yield MachinePart("CUTLASS headers", True, find_headers("cutlass").version)
     except MissingDependency as error:
-        yield Finding("CUTLASS headers", False, "not installed; for --include=cutlass", remedy=error.remedy)
+        yield MachinePart("CUTLASS headers", False, "not installed; for --include=cutlass", remedy=error.remedy)
 
 
-def _gpu() -> Iterator[Finding]:
+def _gpu() -> Iterator[MachinePart]:
     from pytest_klineage.gate.host.survey import gpu_parts
 
-    yield from (Finding(part.name, part.present, part.detail, remedy=part.remedy) for part in gpu_parts())
+    yield from (MachinePart(part.name, part.present, part.detail, remedy=part.remedy) for part in gpu_parts())
 
 
-def _sandbox() -> Iterator[Finding]:
+def _sandbox() -> Iterator[MachinePart]:
     libc = ctypes.CDLL(None, use_errno=True)
     abi = libc.syscall(LANDLOCK_CREATE_RULESET, None, 0, LANDLOCK_VERSION_FLAG) if sys.platform == "linux" else -1
     detail = f"ABI {abi}: kernels cannot write outside their folder" if abi > 0 else "not in this kernel"
-    yield Finding("Landlock", abi > 0, detail)
+    yield MachinePart("Landlock", abi > 0, detail)
     seccomp = Path("/proc/sys/kernel/seccomp/actions_avail").exists()
-    yield Finding("seccomp", seccomp, "system calls can be filtered" if seccomp else "not in this kernel")
+    yield MachinePart("seccomp", seccomp, "system calls can be filtered" if seccomp else "not in this kernel")
     code = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({CLONE_NEW_USER_AND_NET}) != 0)"
     tried = _run([sys.executable, "-I", "-c", code])
     spaces = tried is not None and tried.returncode == 0
-    yield Finding(
+    yield MachinePart(
         "namespaces", spaces, "kernels run without a network" if spaces else "user namespaces are not allowed here",
         remedy="sysctl -w user.max_user_namespaces=15000   (as root; containers often forbid it)",
     )  # fmt: skip
 
 
-def _resources() -> Iterator[Finding]:
+def _resources() -> Iterator[MachinePart]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", True, f"{cores} usable" + (": timings are noisy with one" if cores == 1 else ""))
+    yield MachinePart("cores", True, f"{cores} usable" + (": timings are noisy with one" if cores == 1 else ""))
     try:
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
-        yield Finding("/dev/shm", False, f"cannot be used: {error.strerror}", needed=True)
+        yield MachinePart("/dev/shm", False, f"cannot be used: {error.strerror}", needed=True)
         return
-    yield Finding(
+    yield MachinePart(
         "/dev/shm", free >= LEAST_SHM_BYTES, f"{free >> 20} MB free", needed=True,
         remedy="mount -o remount,size=2G /dev/shm   (docker run --shm-size=2g)",
     )  # fmt: skip
 
 
-def _cache(cache_dir: Path | None) -> Iterator[Finding]:
+def _cache(cache_dir: Path | None) -> Iterator[MachinePart]:
     from pytest_klineage.gate import GateSettings
 
     path = cache_dir or GateSettings().cache_dir
@@ -201,7 +211,7 @@ def _cache(cache_dir: Path | None) -> Iterator[Finding]:
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
     size = _size_mb(path) if path.is_dir() else 0
     detail = f"{path}: {size} MB" if writable else f"{path} cannot be written"
-    yield Finding("cache", writable, detail, needed=True, remedy="pytest --klineage-cache-dir DIR")
+    yield MachinePart("cache", writable, detail, needed=True, remedy="pytest --klineage-cache-dir DIR")
 
 
 def _size_mb(path: Path) -> int:

@@ -8,22 +8,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_klineage.cli.console import FAILED, OK, Commands, say, write_to
 from pytest_klineage.errors import UsageError
 
 if TYPE_CHECKING:
     from pytest_klineage.formats import Imported
 
-OK, FAILED = 0, 1
 
-
-def add_formats(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_formats(commands: Commands) -> None:
     """Add the commands `import` and `export`."""
     imports = commands.add_parser("import", help="say which foreign problems become cases, and why others do not")
     imports.add_argument(
         "problems", metavar="PROBLEM", nargs="+", type=Path,
         help="a KernelBench problem (a .py file, or a folder of them), or a folder of FlashInfer-Trace",
     )  # fmt: skip
+    imports.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("imported"),
+        help="where the operators' files go; default: %(default)s",
+    )  # fmt: skip
     imports.add_argument("--precision", metavar="TYPE", default="", help="type of KernelBench's inputs, such as fp16")
+    imports.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], type=size_of, dest="sizes",
+        help="another value of a size at the top of a KernelBench problem; repeatable",
+    )  # fmt: skip
+    imports.add_argument(
+        "--at-most", metavar="N", type=int, default=0,
+        help="divide all other such sizes by their prime factors until they are N at most",
+    )  # fmt: skip
+    imports.add_argument(
+        "--eval", action="store_true", help="modules of KernelBench in evaluation mode: no dropout, kept statistics"
+    )
     imports.add_argument("--lint", action="store_true", help="refuse cases that answers without computation pass")
     imports.set_defaults(command=run_import)
     exports = commands.add_parser("export", help="write a run's verdicts as Trace JSONL of FlashInfer-Trace")
@@ -45,12 +59,12 @@ def run_import(arguments: argparse.Namespace) -> int:
             found = check_scorable(problem) if arguments.lint else problem
         except UsageError as error:
             refused += 1
-            _say(str(error) if isinstance(error, Unsupported) else f"not read: {error}")
+            say(str(error) if isinstance(error, Unsupported) else f"not read: {error}")
             continue
         cases += 1
         later = "; too large to be linted here" if arguments.lint and not is_lintable(found.case) else ""
-        _say(f"{found.name}: {found.case.id}{later}")
-    _say(f"{cases} of {cases + refused} are cases")
+        say(f"{found.name}: {found.case.id}{later}")
+    say(f"{cases} of {cases + refused} are cases")
     return OK if cases else FAILED
 
 
@@ -61,42 +75,43 @@ def run_export(arguments: argparse.Namespace) -> int:
 
     run = read_run(arguments.run)
     data = traces_jsonl(record.verdict for record in run.records)
-    if arguments.output is None:
-        sys.stdout.write(data.decode())
-    else:
-        try:
-            arguments.output.write_bytes(data)
-        except OSError as error:
-            raise UsageError(f"{arguments.output} cannot be written: {error.strerror or error}") from error
+    write_to(arguments.output, data.decode())
     left = len(run.records) - data.count(b"\n")
     if left:
         sys.stderr.write(f"pytest-klineage: {left} of {len(run.records)} verdicts are skips or builds, and left out\n")
     return OK
 
 
+def size_of(text: str) -> tuple[str, str]:
+    """A name and its value, from "NAME=VALUE"."""
+    name, separator, value = text.partition("=")
+    if not separator or not name.isidentifier():
+        raise argparse.ArgumentTypeError(f"a size is written NAME=VALUE, got {text!r}")
+    return name, value
+
+
 def _problems(arguments: argparse.Namespace) -> Iterator[Imported | UsageError]:
     """Every problem as a case, or why it is none."""
+    from pytest_klineage.formats import read_problems
+
     for path in arguments.problems:
         if (path / "definitions").is_dir():
-            yield from _of_trace_set(path)
-        elif path.is_dir():
-            files = sorted(path.rglob("*.py"), key=lambda file: (file.parent, _number(file), file.name))
-            for file in files:
-                yield _of_file(file, arguments.precision)
+            yield from _of_trace_set(path, arguments.output)
         else:
-            yield _of_file(path, arguments.precision)
+            yield from read_problems(
+                files_of(path), arguments.output, sizes=dict(arguments.sizes), at_most=arguments.at_most,
+                precision=arguments.precision, training=not arguments.eval,
+            )  # fmt: skip
 
 
-def _of_file(path: Path, precision: str) -> Imported | UsageError:
-    from pytest_klineage.formats import read_problem
-
-    try:
-        return read_problem(path, precision=precision)
-    except UsageError as error:
-        return error
+def files_of(path: Path) -> list[Path]:
+    """The problems of a folder in the order of their numbers, or the one that is meant."""
+    if not path.is_dir():
+        return [path]
+    return sorted(path.rglob("*.py"), key=lambda file: (file.parent, number_of(file), file.name))
 
 
-def _of_trace_set(root: Path) -> Iterator[Imported | UsageError]:
+def _of_trace_set(root: Path, into: Path) -> Iterator[Imported | UsageError]:
     from pytest_klineage.formats import Unsupported, import_definition, read_trace_set
 
     found = read_trace_set(root)
@@ -107,16 +122,13 @@ def _of_trace_set(root: Path) -> Iterator[Imported | UsageError]:
             yield Unsupported(trace.definition, why)
             continue
         try:
-            yield import_definition(definition, trace.workload)
+            yield import_definition(definition, trace.workload, into)
         except UsageError as error:
             yield error
     yield from (UsageError(problem) for problem in found.problems)
 
 
-def _number(path: Path) -> int:
+def number_of(path: Path) -> int:
+    """A problem's number, with which its file's name begins; the largest integer where there is none."""
     head = path.name.partition("_")[0]
     return int(head) if head.isdigit() else sys.maxsize
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")

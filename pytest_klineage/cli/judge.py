@@ -1,4 +1,4 @@
-"""`pytest-klineage judge` and `judges`: judge what waits in a folder on this machine's devices; say how it stands."""
+"""`pytest-klineage judge`, `judges` and `results`: judge what waits in a folder here; say how it stands; collect."""
 
 from __future__ import annotations
 
@@ -14,56 +14,97 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from pytest_klineage.cli.console import FAILED, INTERRUPTED, OK, Commands, say
 from pytest_klineage.errors import UsageError
+from pytest_klineage.report.text import counted
 
 if TYPE_CHECKING:
     from pytest_klineage.executors.batch import BatchFolder
 
-OK, FAILED, INTERRUPTED = 0, 1, 130
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 ENDING_S = 20.0
 """How long judges may take to end after an interruption, until they are killed."""
 STDIN = 0
 
 
-def add_judge(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_judge(commands: Commands) -> None:
     """Add the commands `judge` and `judges`."""
     judge = commands.add_parser(
         "judge", help="judge the open requests of a folder on this machine, one process a GPU",
         description="Judges what a run with the executor batch:DIR asked for. What is left when time is up stays open.",
     )  # fmt: skip
     judge.add_argument("folder", metavar="DIR", type=Path)
-    judge.add_argument("--platform", metavar="NAME", default="auto", help="auto, cpu, sm90 or sm120 (default: auto)")
+    judge.add_argument("--platform", metavar="NAME", default="auto", help="auto, cpu, or such as sm90 (default: auto)")
     judge.add_argument("--for", metavar="TIME", dest="limit", help="stop before this time is over, such as 8m or 90s")
     judge.add_argument("-n", metavar="N", dest="judges", type=int, help="GPUs to use (default: all that are visible)")
     judge.add_argument("--cache-dir", metavar="DIR", type=Path, help="where built kernels are kept")
+    judge.add_argument(
+        "--build-only", action="store_true", help="build the kernels of all open requests into DIR/artifacts, no more"
+    )
     judge.add_argument("--retry", action="store_true", help="first forget faults, so that nothing stays given up")
     judge.add_argument("--name", default="", help=argparse.SUPPRESS)
     judge.set_defaults(command=run_judge)
-    judges = commands.add_parser("judges", help="say how a folder of requests stands: open, claimed, done, faults")
-    judges.add_argument("folder", metavar="DIR", type=Path)
+    judges = commands.add_parser("judges", help="say how a folder of requests, or a Ray cluster, stands")
+    judges.add_argument("where", metavar="DIR|ray[://HOST:PORT]")
+    judges.add_argument(
+        "--pools", metavar="FILE", type=Path, help="of a cluster: take canaries by pool from a TOML file"
+    )
+    judges.add_argument("--retry", action="store_true", help="of a cluster: let judges in quarantine begin again")
+    judges.add_argument("--end", action="store_true", help="of a cluster: end its judges and forget its queue")
     judges.set_defaults(command=run_judges)
+
+
+def add_results(commands: Commands) -> None:
+    """Add the command `results`."""
+    results = commands.add_parser("results", help="collect what the judges of a cluster have written on their disks")
+    actions = results.add_subparsers(metavar="ACTION", required=True)
+    merge = actions.add_parser("merge", help="one file from several: of each request the first verdict stays")
+    merge.add_argument("files", metavar="FILE", type=Path, nargs="+", help="a .jsonl of a judge, or of results/judged")
+    merge.add_argument("--output", metavar="FILE", type=Path, required=True, help="the file to write, or to add to")
+    merge.set_defaults(command=run_merge)
+
+
+def run_merge(arguments: argparse.Namespace) -> int:
+    """`results merge`."""
+    from pytest_klineage.executors.answers import merge
+    from pytest_klineage.executors.sealing import read_secret
+
+    verdicts, doubts, refused = merge(arguments.files, arguments.output, read_secret())
+    line = f"{arguments.output}: {verdicts} verdicts"
+    line += f", {doubts} of them in doubt" if doubts else ""
+    say(line + (f"; {refused} lines refused, which no judge of this secret wrote" if refused else ""))
+    return OK
 
 
 def run_judge(arguments: argparse.Namespace) -> int:
     """`judge`."""
-    from pytest_klineage.gate.host.cpu import resolve_platform
+    from pytest_klineage.gate.host.platforms import resolve_platform
 
     folder = _folder(arguments.folder)
+    if arguments.build_only:
+        return _build_here(folder, arguments)
     platform = resolve_platform(arguments.platform)
     seconds = read_seconds(arguments.limit) if arguments.limit else None
     if arguments.name:
         return _judge_here(folder, platform, seconds, arguments)
     if arguments.retry and (retried := folder.retry()):
-        _say(f"faults of {retried} requests forgotten")
+        say(f"faults of {retried} requests forgotten")
     status = _start_judges(arguments, platform, seconds)
-    _say(status_line(folder))
+    say(status_line(folder))
     return status
 
 
 def run_judges(arguments: argparse.Namespace) -> int:
     """`judges`."""
-    _say(status_line(_folder(arguments.folder)))
+    from pytest_klineage.plugin.options import is_ray
+
+    if is_ray(arguments.where):
+        from pytest_klineage.cli.cluster import run_cluster
+
+        return run_cluster(arguments)
+    if arguments.pools or arguments.retry or arguments.end:
+        raise UsageError("--pools, --retry and --end are for a cluster: ray, or ray://HOST:PORT")
+    say(status_line(_folder(Path(arguments.where))))
     return OK
 
 
@@ -79,7 +120,7 @@ def status_line(folder: BatchFolder) -> str:
     """How the folder stands, in a line."""
     counts = folder.counts()
     line = f"{counts.open} open, {counts.claimed} claimed, {counts.done} done, {counts.failed} given up"
-    line += f", {counts.faults} fault{'' if counts.faults == 1 else 's'}"
+    line += f", {counted(counts.faults, 'fault')}"
     line += f", {counts.refused} refused" if counts.refused else ""
     waiting = ", ".join(f"{count} for {name}" for name, count in counts.platforms)
     return f"{folder.root}: {line}" + (f"; left: {waiting}" if waiting else "")
@@ -100,11 +141,28 @@ def _judge_here(folder: BatchFolder, platform: str, seconds: float | None, argum
     _catch_signals()
     try:
         judge_folder(
-            folder, platform, seconds=seconds, cache_dir=arguments.cache_dir, name=arguments.name, tell=_say,
+            folder, platform, seconds=seconds, cache_dir=arguments.cache_dir, name=arguments.name, tell=say,
             goes_on=parent_is_there(STDIN),
         )  # fmt: skip
     except KeyboardInterrupt:
         return INTERRUPTED
+    return OK
+
+
+def _build_here(folder: BatchFolder, arguments: argparse.Namespace) -> int:
+    """Build ahead, by default for every platform that is asked for. A kernel that does not build fails nothing: its
+    verdict will say so."""
+    from pytest_klineage.executors.judging import build_folder
+    from pytest_klineage.records import platform_name
+
+    asked = [name for name, _ in folder.counts().platforms]
+    platforms = asked if arguments.platform == "auto" else [platform_name(arguments.platform)]
+    _catch_signals()
+    try:
+        ended = [build_folder(folder, name, cache_dir=arguments.cache_dir, tell=say) for name in platforms]
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    say(f"{folder.root}: {sum(one.built for one in ended)} built, {sum(one.failed for one in ended)} not")
     return OK
 
 
@@ -166,8 +224,3 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`pytest-klineage lineage`: list, show, walk and verify the lineages on disk. Nothing is changed.
+"""`pytest-klineage lineage`: list, show, walk, make and verify lineages. Only `make` writes.
 
 Lines have at most 100 columns, save code and paths.
 """
@@ -6,41 +6,40 @@ Lines have at most 100 columns, save code and paths.
 from __future__ import annotations
 
 import argparse
-import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, say_all, say_table, write_files, write_to
+from pytest_klineage.cli.making import add_make
 from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.report.text import counted, wrapped
 
 if TYPE_CHECKING:
     from pytest_klineage.records import Edit, Lineage, LineageState, Rejection, Transition
 
-OK, FAILED = 0, 1
-WIDTH = 100
+RETIME = "pytest suites/lineage/test_retime.py --platform cpu --for 10   (on a quiet machine)"
 EXPERTS = Path("experts")
 EXIT_CODES = """\
 exit codes:
-  0  done; for verify: every lineage holds together
-  1  for verify: a file, an edit, a verdict or a digest does not fit
+  0  done; for make: walked to the naive kernel; for verify: every lineage holds together
+  1  for make: the walk ended before; for verify: a file, an edit, a verdict or a digest does not fit
   2  the command line, or what it names, is not valid
+  8  for make: a prompt waits for its reply; the same command goes on
 """
 HEADERS = ("", "adds", "lines", "ms", "speedup", "status", "step", "refused")
 
 
-def add_lineage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_lineage(commands: Commands) -> None:
     """Add the command `lineage` with its own commands."""
-    lineage = commands.add_parser(
-        "lineage", help="show, walk and verify lineages of kernels", epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    actions = lineage.add_subparsers(metavar="ACTION", required=True)
+    actions = add_group(commands, "lineage", "show, walk, make and verify lineages of kernels", EXIT_CODES)
     listing = actions.add_parser("list", help="which lineages there are, and how they ended")
     listing.set_defaults(command=run_list)
 
-    show = actions.add_parser("show", help="the states of a lineage with their times, and what was refused")
+    show = actions.add_parser("show", help="the states of a lineage with their times, or the files of one of them")
     show.add_argument("name", metavar="LINEAGE", help="its name, such as gemm/cpu-cpp, or its folder")
+    show.add_argument("state", metavar="STATE", nargs="?", type=int, help="print the files of this state; 0 is naive")
+    show.add_argument("--output", metavar="DIR", type=Path, help="write them there instead")
     show.add_argument("--rejected", action="store_true", help="list what was proposed and refused, with the reasons")
     show.set_defaults(command=run_show)
 
@@ -51,6 +50,7 @@ def add_lineage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     walk.add_argument("--rederived", action="store_true", help="the forward edit as it was re-derived")
     walk.set_defaults(command=run_walk)
 
+    add_make(actions, EXPERTS)
     verify = actions.add_parser("verify", help="check files, edits, verdicts and digests")
     verify.add_argument("names", metavar="LINEAGE", nargs="*", help="names or folders; all lineages without any")
     verify.set_defaults(command=run_verify)
@@ -62,45 +62,54 @@ def add_lineage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run_show(arguments: argparse.Namespace) -> int:
     """`lineage show`."""
-    from tabulate import tabulate
+    from pytest_klineage.lab.library.lineages import read_timed
 
-    from pytest_klineage.lab.library.lineages import read_record
-
-    lineage = read_record(_folder(arguments.experts, arguments.name))
-    rows = list(_rows(lineage))
-    rule = ["-" * max(len(row[column]) for row in (HEADERS, *rows)) for column in range(len(HEADERS))]
-    table = tabulate([HEADERS, rule, *rows], tablefmt="plain", disable_numparse=True)
-    _say(f"{lineage.name}: {lineage.case.id}, {_counted(len(lineage.states), 'state')}\n\n")
-    _say("".join(f"{line.rstrip()[:WIDTH].rstrip()}\n" for line in table.splitlines()))
+    if arguments.state is not None:
+        return _show_state(_folder(arguments.experts, arguments.name), arguments.state, arguments.output)
+    if arguments.output is not None:
+        raise UsageError("--output is for the files of one state: name the state as well")
+    lineage = read_timed(_folder(arguments.experts, arguments.name))
+    say(f"{lineage.name}: {lineage.case.id}, {counted(len(lineage.states), 'state')}\n")
+    say_table(HEADERS, list(_rows(lineage)))
     ended = f"ended: {lineage.termination.value}: {lineage.termination_reason}"
-    for line in ("", *_wrapped(ended), *_wrapped(f"digest: {lineage.digest}")):
-        _say(f"{line}\n")
+    say_all(("", *wrapped(ended), *wrapped(f"digest: {lineage.digest}")))
     if arguments.rejected:
-        _say("".join(f"{line}\n" for line in _rejected_lines(lineage)))
+        say_all(_rejected_lines(lineage))
+    return OK
+
+
+def _show_state(folder: Path, index: int, output: Path | None) -> int:
+    from pytest_klineage.lab.library.lineages import load_lineage, verify_lineage
+
+    stored = load_lineage(folder)
+    verify_lineage(stored)
+    if not 0 <= index < len(stored.sources):
+        raise UsageError(f"{stored.lineage.name} has the states 0 to {len(stored.sources) - 1}, not {index}")
+    files = [(file.name, file.text) for file in stored.sources[index].files]
+    if output is None:
+        write_to(None, "".join(text for _, text in files))
+    else:
+        say_all(map(str, write_files(output, files)))
     return OK
 
 
 def run_list(arguments: argparse.Namespace) -> int:
     """`lineage list`."""
-    from pytest_klineage.lab.library.lineages import find_lineages, read_record
+    from pytest_klineage.lab.library.lineages import read_record
 
-    folders = find_lineages(arguments.experts)
-    if not folders:
-        raise UsageError(f"there is no lineage in {arguments.experts}; say where they are with --experts")
-    for folder in folders:
+    for folder in _all_folders(arguments.experts):
         lineage = read_record(folder)
-        steps = _counted(len(lineage.transitions), "step")
-        for line in _wrapped(f"{lineage.name}: {lineage.case.id}, {steps}, {lineage.termination.value}"):
-            _say(f"{line}\n")
+        steps = counted(len(lineage.transitions), "step")
+        say_all(wrapped(f"{lineage.name}: {lineage.case.id}, {steps}, {lineage.termination.value}"))
     return OK
 
 
 def run_walk(arguments: argparse.Namespace) -> int:
     """`lineage walk`."""
-    from pytest_klineage.lab.library.lineages import read_record
+    from pytest_klineage.lab.library.lineages import read_timed
 
     folder = _folder(arguments.experts, arguments.name)
-    lineage = read_record(folder)
+    lineage = read_timed(folder)
     count = len(lineage.transitions)
     if arguments.step is None:
         if arguments.backward or arguments.rederived:
@@ -110,38 +119,39 @@ def run_walk(arguments: argparse.Namespace) -> int:
         lines = _one_step(lineage, folder, arguments.step, _chosen_edit(arguments, lineage))
     else:
         raise UsageError(f"{lineage.name} has the steps 1 to {count}, not {arguments.step}")
-    for line in lines:
-        _say(f"{line}\n")
+    say_all(lines)
     return OK
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """`lineage verify`."""
     from pytest_klineage.errors import BadRecord
-    from pytest_klineage.lab.library.lineages import find_lineages, load_lineage, problems_of
+    from pytest_klineage.lab.library.lineages import all_problems_of, load_lineage
+    from pytest_klineage.results.retimed import read_retimed, refused_effects
 
-    folders = [_folder(arguments.experts, name) for name in arguments.names] or find_lineages(arguments.experts)
-    if not folders:
-        raise UsageError(f"there is no lineage in {arguments.experts}; say where they are with --experts")
+    folders = [_folder(arguments.experts, name) for name in arguments.names] or _all_folders(arguments.experts)
     broken = 0
     for folder in folders:
+        refused: list[str] = []
         try:
             stored = load_lineage(folder)
-            problems = problems_of(stored)
+            problems = all_problems_of(stored)
+            refused = list(refused_effects(stored.lineage, read_retimed(folder)))
         except BadRecord as error:
             problems = [str(error)]
         broken += bool(problems)
-        states = "" if problems else f"holds together: {_counted(len(stored.sources), 'state')}"
-        found = states or _counted(len(problems), "problem")
-        for line in (*_wrapped(f"{folder}: {found}"), *(part for text in problems for part in _wrapped(f"  {text}"))):
-            _say(f"{line}\n")
+        states = "" if problems else f"holds together: {counted(len(stored.sources), 'state')}"
+        say_all(wrapped(f"{folder}: {states or counted(len(problems), 'problem')}"))
+        say_all(part for text in (*problems, *refused) for part in wrapped(f"  {text}"))
+        if refused:
+            say(f"  next: {RETIME}")
     return FAILED if broken else OK
 
 
 def _whole_walk(lineage: Lineage, folder: Path) -> Iterator[str]:
     """Every state and every step in a few lines, naive first."""
     count = len(lineage.transitions)
-    yield f"{lineage.name}: {lineage.case.id}, {_counted(count, 'step')} from {lineage.states[0].name} to the expert"
+    yield f"{lineage.name}: {lineage.case.id}, {counted(count, 'step')} from {lineage.states[0].name} to the expert"
     yield ""
     yield _state_line(lineage, folder, 0)
     for number in range(1, count + 1):
@@ -150,7 +160,7 @@ def _whole_walk(lineage: Lineage, folder: Path) -> Iterator[str]:
         yield ""
         yield _state_line(lineage, folder, number)
     yield ""
-    yield from _wrapped(f"ended: {lineage.termination.value}: {lineage.termination_reason}")
+    yield from wrapped(f"ended: {lineage.termination.value}: {lineage.termination_reason}")
     if count:
         yield f"next: pytest-klineage lineage walk {lineage.name} 1   (a step with its edit)"
 
@@ -161,14 +171,14 @@ def _one_step(lineage: Lineage, folder: Path, number: int, edit: Edit) -> Iterat
     yield _state_line(lineage, folder, number - 1)
     yield ""
     yield from _step_lines(lineage, number)
-    timing = step.forward_verdict.timing
+    timing = step.forward_verdict.timing if step.forward_verdict is not None else None
     if step.rederived is not None and timing is not None:
         from pytest_klineage.lab.library.rendering import speedup_text
 
         speed = speedup_text(timing.speedup)
-        yield from _wrapped(f"  re-derived: from the simpler kernel alone, other text, {speed} of the state's speed")
+        yield from wrapped(f"  re-derived: from the simpler kernel alone, other text, {speed} of the state's speed")
     for rejection in step.rejected:
-        yield from _wrapped(f"  {_rejection(rejection)}")
+        yield from wrapped(f"  {_rejection(rejection)}")
     yield ""
     yield _state_line(lineage, folder, number)
     yield ""
@@ -180,7 +190,9 @@ def _chosen_edit(arguments: argparse.Namespace, lineage: Lineage) -> Edit:
     step = lineage.transitions[number - 1]
     if arguments.rederived and step.rederived is not None:
         return step.rederived.edit
-    return step.backward if arguments.backward else step.forward
+    if arguments.backward and step.backward is None:
+        raise UsageError(f"{lineage.name} is hand-made and has no simplifications; show the step without --backward")
+    return step.backward if arguments.backward and step.backward is not None else step.forward
 
 
 def _edit_lines(edit: Edit) -> Iterator[str]:
@@ -195,24 +207,24 @@ def _edit_lines(edit: Edit) -> Iterator[str]:
 
 def _state_line(lineage: Lineage, folder: Path, index: int) -> str:
     state = lineage.states[index]
-    timing = state.verdict.timing
-    took = f", {timing.candidate_ms:.4g} ms" if timing is not None else ""
-    return f"{index:02d} {state.name}{took}: {folder / state.files[0].path}"
+    took = f", {state.timing.candidate_ms:.4g} ms" if state.timing is not None else ""
+    missing = ", not judged" if state.verdict is None else ""
+    return f"{index:02d} {state.name}{took}{missing}: pytest-klineage lineage show {_named(lineage, folder)} {index}"
 
 
 def _step_lines(lineage: Lineage, number: int) -> Iterator[str]:
     step = lineage.transitions[number - 1]
     effect = f": {_effect(step)}" if step.effect is not None else ""
     refused = f", {len(step.rejected)} refused on the way" if step.rejected else ""
-    yield from _wrapped(f"step {number} of {len(lineage.transitions)} adds {step.category.value}{effect}{refused}")
-    yield from _wrapped(f"  where: {step.locus}")
-    yield from _wrapped(f"  what: {step.intent}")
+    yield from wrapped(f"step {number} of {len(lineage.transitions)} adds {step.category.value}{effect}{refused}")
+    yield from wrapped(f"  where: {step.locus}")
+    yield from wrapped(f"  what: {step.intent}")
 
 
 def _rows(lineage: Lineage) -> Iterator[list[str]]:
     for index, state in enumerate(lineage.states):
         transition = lineage.transitions[index - 1] if 0 < index <= len(lineage.transitions) else None
-        timing = state.verdict.timing
+        timing = state.timing
         refused = len(transition.rejected) if transition is not None else len(lineage.rejected)
         yield [
             f"{index:02d}",
@@ -220,7 +232,7 @@ def _rows(lineage: Lineage) -> Iterator[list[str]]:
             _lines(transition),
             f"{timing.candidate_ms:.4g}" if timing is not None else "-",
             _over_reference(state),
-            state.verdict.status.value,
+            state.verdict.status.value if state.verdict is not None else "not judged",
             _effect(transition),
             str(refused) if refused else "-",
         ]
@@ -228,14 +240,13 @@ def _rows(lineage: Lineage) -> Iterator[list[str]]:
 
 def _over_reference(state: LineageState) -> str:
     """The speedup over the case's reference. Against another state it would be the next row's step, turned around."""
-    timing = state.verdict.timing
-    if timing is None or "digest" in state.verdict.reference:
+    if state.verdict is None or state.timing is None or "digest" in state.verdict.reference:
         return "-"
-    return f"{timing.speedup.estimate:.3g}x"
+    return f"{state.timing.speedup.estimate:.3g}x"
 
 
 def _lines(transition: Transition | None) -> str:
-    from pytest_klineage.lab.library.edits import changed_lines
+    from pytest_klineage.records.edits import changed_lines
 
     if transition is None:
         return "-"
@@ -252,12 +263,12 @@ def _effect(transition: Transition | None) -> str:
 
 
 def _rejected_lines(lineage: Lineage) -> Iterator[str]:
-    places = [("before the first state", lineage.rejected)]
-    places += [(f"at step {number}", step.rejected) for number, step in enumerate(lineage.transitions, start=1)]
-    for place, rejections in places:
+    positions = [("before the first state", lineage.rejected)]
+    positions += [(f"at step {number}", step.rejected) for number, step in enumerate(lineage.transitions, start=1)]
+    for position, rejections in positions:
         for rejection in rejections:
             yield ""
-            yield from _wrapped(f"{place}: {_rejection(rejection)}")
+            yield from wrapped(f"{position}: {_rejection(rejection)}")
 
 
 def _rejection(rejection: Rejection) -> str:
@@ -268,25 +279,29 @@ def _rejection(rejection: Rejection) -> str:
 
 def _folder(experts: Path, name: str) -> Path:
     """A lineage's folder by its name below experts/, or by its path."""
-    from pytest_klineage.lab.library.lineages import FOLDER, LINEAGE_FILE, find_lineages
+    from pytest_klineage.lab.library.lineages import FOLDER, HAND_MADE, LINEAGE_FILE
 
-    for folder in (Path(name), Path(name) / FOLDER, experts / name / FOLDER):
+    inner = (Path(name), *(root / name / kind for root in (Path(), experts) for kind in (FOLDER, HAND_MADE)))
+    for folder in inner:
         if (folder / LINEAGE_FILE).is_file():
             return folder
-    raise UnknownName("lineage", name, ["/".join(found.parts[-3:-1]) for found in find_lineages(experts)])
+    raise UnknownName("lineage", name, ["/".join(found.parts[-3:-1]) for found in _all_folders(experts)])
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _all_folders(experts: Path) -> list[Path]:
+    """Folders of all lineages, those by walks first. Raises UsageError where there is none."""
+    from pytest_klineage.lab.library.lineages import find_all
+
+    folders = find_all(experts)
+    if not folders:
+        raise UsageError(f"there is no lineage in {experts}; say where they are with --experts")
+    return folders
+
+
+def _named(lineage: Lineage, folder: Path) -> str:
+    """What a lineage is called on the command line: its name below experts/, its folder elsewhere."""
+    return lineage.name if folder.parts[-4:-1] == (EXPERTS.name, *lineage.name.split("/")) else str(folder)
 
 
 def _shortened(text: str, size: int = 20) -> str:
     return text if len(text) <= size else text[: size - 2] + ".."
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)

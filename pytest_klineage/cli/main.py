@@ -6,27 +6,29 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_klineage import __version__
 from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.cli.compare import add_compare
+from pytest_klineage.cli.console import FAILED, OK, USAGE, say, say_all
 from pytest_klineage.cli.formats import add_formats
-from pytest_klineage.cli.judge import add_judge
+from pytest_klineage.cli.judge import add_judge, add_results
 from pytest_klineage.cli.lineage import add_lineage
 from pytest_klineage.cli.report import add_report
 from pytest_klineage.cli.serve import add_external
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
+    import msgspec
+
     from pytest_klineage.operators import Operator
     from pytest_klineage.records import KernelCase, TensorSpec
 
 Command: TypeAlias = Callable[[argparse.Namespace], int]
 
-OK, FAILED, USAGE = 0, 1, 2
 EXIT_CODES = """\
 exit codes:
   0  done; for doctor: this machine can run the cpu platform
@@ -35,7 +37,11 @@ exit codes:
      for compare --fail: something is slower, broken or refused; for import: nothing becomes a case
   2  the command line, or what it names, is not valid
 """
-RECORDS = ("record", "run", "verdict", "case", "source", "machine", "lineage", "card", "trajectory", "usage")
+RECORDS = {
+    "record": "Record", "run": "RunInfo", "verdict": "Verdict", "case": "KernelCase", "source": "KernelSource",
+    "machine": "Machine", "lineage": "Lineage", "card": "SkillCard", "trajectory": "TrajectoryLine", "usage": "Usage",
+}  # fmt: skip
+"""By what `schema` calls a record: its class."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     cases = commands.add_parser("cases", help="list operators with their axes, options and shapes, and the references")
     cases.set_defaults(command=run_cases)
     add_judge(commands)
+    add_results(commands)
     add_compare(commands)
     add_lineage(commands)
     add_cards(commands)
@@ -92,74 +99,77 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     from pytest_klineage.cli.doctor import cpu_ready, examine, finding_lines
 
     findings = examine(arguments.cache_dir)
-    _say("\n".join(finding_lines(findings)) + "\n")
+    say_all(finding_lines(findings))
     return OK if cpu_ready(findings) else FAILED
 
 
 def run_schema(arguments: argparse.Namespace) -> int:
     """`schema`."""
-    import msgspec
-
-    from pytest_klineage.records import (
-        KernelCase,
-        KernelSource,
-        Lineage,
-        Machine,
-        SkillCard,
-        TrajectoryLine,
-        Usage,
-        Verdict,
-        json_schema,
-    )
+    from pytest_klineage import records
     from pytest_klineage.results.runs import Record, RunInfo
 
-    types: tuple[type[msgspec.Struct], ...] = (
-        Record, RunInfo, Verdict, KernelCase, KernelSource, Machine, Lineage, SkillCard, TrajectoryLine, Usage,
-    )  # fmt: skip
-    kinds = dict(zip(RECORDS, types, strict=True))
-    if arguments.name not in kinds:
-        raise UnknownName("record", arguments.name, kinds)
-    _say(json.dumps(json_schema(kinds[arguments.name]), indent=2) + "\n")
+    if arguments.name not in RECORDS:
+        raise UnknownName("record", arguments.name, RECORDS)
+    kinds: dict[str, type[msgspec.Struct]] = {"record": Record, "run": RunInfo}
+    kind = kinds.get(arguments.name) or getattr(records, RECORDS[arguments.name])
+    say(json.dumps(records.json_schema(kind), indent=2))
     return OK
 
 
 def run_cases(arguments: argparse.Namespace) -> int:
     """`cases`."""
-    from pytest_klineage.operators import OPERATORS, paper_case
-    from pytest_klineage.references import REFERENCES
+    from pytest_klineage.operators import OPERATORS
 
-    for name, operator in sorted(OPERATORS.items()):
-        _say(f"{name}\n  axes:     {', '.join(operator.axes)}\n  dtypes:   {', '.join(operator.dtypes)}\n")
-        for option, values in operator.options.items():
-            _say(f"  option:   {option} = {', '.join(map(str, values))} (default {values[0]})\n")
-        able = [other for other, reference in sorted(REFERENCES.items()) if name in reference.operators()]
-        _say(f"  compared: {', '.join(able) or 'nothing yet'}\n")
-        for tier in ("cpu", "gpu"):
-            case = paper_case(name, tier, able[0] if able else "torch")
-            sizes = ", ".join(f"{axis}={size}" for axis, size in case.shape.items())
-            _say(f"  {tier} shape: {case.dtype}: {sizes}\n")
-            if tier == "cpu":
-                _say("".join(f"    {line}\n" for line in _arguments(operator, case)))
-    _say("".join(f"{line}\n" for line in _extension_lines()))
+    for name, chosen in sorted(OPERATORS.items()):
+        say_all(_operator_lines(name, chosen))
+    say_all(_extension_lines())
     return OK
 
 
-def _extension_lines() -> list[str]:
-    """Operators and references of other packages, with the package that each comes from."""
-    from pytest_klineage.extensions import extensions
-    from pytest_klineage.operators import OpenOperator, operator
+def _operator_lines(name: str, chosen: Operator, package: str = "") -> Iterator[str]:
+    """An operator as `cases` shows it, with the package that it comes from."""
+    from pytest_klineage.operators import OpenOperator, paper_case
+    from pytest_klineage.references import REFERENCES, is_own
+    from pytest_klineage.references.functions import COMPILED, DEFINITION
 
-    lines = []
+    yield name
+    if package:
+        yield f"  package:  {package}"
+    yield f"  axes:     {', '.join(chosen.axes)}"
+    yield f"  dtypes:   {', '.join(chosen.dtypes)}"
+    for option, values in chosen.options.items():
+        yield f"  option:   {option} = {', '.join(map(str, values))} (default {values[0]})"
+    if isinstance(chosen, OpenOperator):
+        yield f"  tensors:  {chosen.line.text}"
+    able = [other for other, reference in sorted(REFERENCES.items()) if name in reference.operators()]
+    own = [DEFINITION, COMPILED] if is_own(DEFINITION, name, shipped=not package) else []
+    yield f"  compared: {', '.join([*own, *able])}"
+    for tier in sorted(chosen.published):
+        case = paper_case(name, tier, [*own, *able][0])
+        yield f"  {tier} shape: {case.dtype}: {', '.join(f'{axis}={size}' for axis, size in case.shape.items())}"
+        if tier == "cpu":
+            yield from (f"    {line}" for line in _arguments(chosen, case))
+
+
+def _extension_lines() -> list[str]:
+    """What other packages register, with the package that each comes from."""
+    from pytest_klineage.extensions import extensions
+    from pytest_klineage.operators import operator
+    from pytest_klineage.records import gpu_platform
+    from pytest_klineage.surfaces import surface_backend
+
+    lines: list[str] = []
     for name, extension in extensions("operators").items():
-        found = operator(name)
-        lines += [name, f"  package:  {extension.package}", f"  axes:     {', '.join(found.axes)}",
-                  f"  dtypes:   {', '.join(found.dtypes)}"]  # fmt: skip
-        lines += [f"  option:   {option} = {', '.join(map(str, values))}" for option, values in found.options.items()]
-        if isinstance(found, OpenOperator):
-            lines.append(f"  tensors:  {found.line.text}")
-            lines.append("  compared: torch, torch.compile, package.module:function")
+        lines += _operator_lines(name, operator(name), extension.package)
     for name, extension in extensions("references").items():
         lines += [f"reference {name}", f"  package:  {extension.package}"]
+    for name, extension in extensions("surfaces").items():
+        backend = surface_backend(name)
+        lines += [f"surface {name}", f"  package:  {extension.package}", f"  runs on:  {', '.join(backend.platforms)}"]
+    for name, extension in extensions("platforms").items():
+        kind = gpu_platform(name)
+        said = f"{kind.title}, compute capability {kind.capability}, built for sm_{kind.target}"
+        lines += [f"platform {name}", f"  package:  {extension.package}", f"  is:       {said}"]
     return lines
 
 
@@ -182,10 +192,6 @@ def _arguments(operator: Operator, case: KernelCase) -> list[str]:
 
 def _tensors(specs: Iterable[TensorSpec]) -> str:
     return ", ".join(f"{spec.name}[{','.join(map(str, spec.shape))}] {spec.dtype}" for spec in specs)
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)
 
 
 def _complain(error: Exception, status: int) -> int:

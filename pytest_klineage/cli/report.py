@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_klineage import __version__
-from pytest_klineage.errors import UsageError
+from pytest_klineage.cli.console import OK, Commands, run_path, write_to
 
 if TYPE_CHECKING:
     from pytest_klineage.report.collect import Material
-    from pytest_klineage.report.document import Problem, Report
+    from pytest_klineage.report.document import Report, UnreadableInput
     from pytest_klineage.results.runs import Run
 
-OK = 0
 STANDARD_OUTPUT = "-"
 
 
-def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_report(commands: Commands) -> None:
     """Add the command `report`."""
     report = commands.add_parser("report", help="rebuild tables, figures and an HTML page from records")
     report.add_argument(
@@ -45,7 +44,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     from pytest_klineage.report.assemble import assemble
     from pytest_klineage.report.collect import collect
 
-    material = collect([_path(name) for name in arguments.runs])
+    material = collect([run_path(name) for name in arguments.runs])
     pages = arguments.html is not None or arguments.figures is not None
     alone = _only_run(material)
     if alone is not None and not pages and not arguments.paper:
@@ -56,7 +55,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         from pytest_klineage.report.html import html_report
 
-        _write(arguments.html, html_report(report, __version__))
+        write_to(arguments.html, html_report(report, __version__, images))
     if arguments.markdown is not None:
         from pytest_klineage.report.markdown import markdown_document
 
@@ -68,18 +67,6 @@ def run_report(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _path(name: str) -> Path:
-    from pytest_klineage.results.runs import list_runs
-
-    path = Path(name)
-    if name != "latest" or path.exists():
-        return path
-    runs = list_runs(Path("results"))
-    if not runs:
-        raise UsageError("there is no run in results/runs; give the run's directory")
-    return runs[-1]
-
-
 def _only_run(material: Material) -> Run | None:
     """The run, when it is all there is to tell; what could not be read of it becomes its warnings."""
     import msgspec
@@ -87,7 +74,7 @@ def _only_run(material: Material) -> Run | None:
     if len(material.runs) != 1 or material.trajectories or material.lineages or material.cards:
         return None
     run = material.runs[0]
-    warnings = tuple(_told(problem) for problem in material.problems)
+    warnings = tuple(_problem_text(problem) for problem in material.problems)
     return msgspec.structs.replace(run, warnings=(*run.warnings, *warnings))
 
 
@@ -102,7 +89,7 @@ def _terminal(material: Material, report: Report) -> str:
 
     parts = [terminal_report(run) for run in material.runs]
     lines = [f"{line.what}: {line.value} ({line.rests_on})" for line in report.summary]
-    lines += [*(f"warning: {_told(problem)}" for problem in report.problems)]
+    lines += [f"warning: {_problem_text(problem)}" for problem in report.problems]
     lines.append("more: the same with --html FILE, --markdown or --figures DIR")
     return "\n".join([*parts, "\n".join(lines) + "\n"])
 
@@ -122,24 +109,13 @@ def _links(images: Mapping[str, Path], arguments: argparse.Namespace) -> dict[st
 
 def _emit(text: str, arguments: argparse.Namespace) -> None:
     """Write Markdown or a table to where it was asked for."""
-    if arguments.markdown not in (None, STANDARD_OUTPUT):
-        _write(Path(arguments.markdown), text)
-    elif arguments.output is not None:
-        _write(arguments.output, text)
-    else:
-        sys.stdout.write(text)
+    own = arguments.markdown not in (None, STANDARD_OUTPUT)
+    write_to(Path(arguments.markdown) if own else arguments.output, text)
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _told(problem: Problem) -> str:
+def _problem_text(problem: UnreadableInput) -> str:
     return f"{problem.where}: {problem.what}; {problem.next_step}"
 
 
-def _complain(problems: Sequence[Problem]) -> None:
-    sys.stderr.write("".join(f"pytest-klineage: warning: {_told(problem)}\n" for problem in problems))
+def _complain(problems: Sequence[UnreadableInput]) -> None:
+    sys.stderr.write("".join(f"pytest-klineage: warning: {_problem_text(problem)}\n" for problem in problems))

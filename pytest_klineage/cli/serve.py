@@ -5,22 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, write_files
 from pytest_klineage.errors import KlineageError, UsageError
 
 if TYPE_CHECKING:
     from pytest_klineage.gate import Gate, GateSettings
-    from pytest_klineage.lab.external.evaluating import Step, Target
+    from pytest_klineage.lab.external.evaluating import EvaluationTarget, SubmissionStep
     from pytest_klineage.lab.external.proxy import Upstream
-    from pytest_klineage.lab.external.runner import Outcome, Run, Setup
+    from pytest_klineage.lab.external.runner import ExternalResult, ExternalRun, Setup
     from pytest_klineage.records import KernelCase, KernelSource, Verdict
 
-OK, FAILED = 0, 1
 ANSWER_S = 3600.0
 EXIT_CODES = """\
 exit codes:
@@ -37,13 +36,11 @@ PROVIDERS = {
 BAD_ENDS = ("optimizer_failed", "nothing_submitted", "not_judged")
 
 
-def add_external(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_external(commands: Commands) -> None:
     """Add the command `external` with its actions."""
-    external = commands.add_parser(
-        "external", help="run an optimizer of others, unmodified: budget, gate, records", epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    actions = external.add_subparsers(metavar="ACTION", required=True)
+    actions = add_group(
+        commands, "external", "run an optimizer of others, unmodified: budget, gate, records", EXIT_CODES
+    )
     run = actions.add_parser("run", help="start the proxy, the evaluation server and an optimizer")
     _add_case(run)
     _add_run(run)
@@ -73,7 +70,7 @@ def _add_case(parser: argparse.ArgumentParser) -> None:
     case.add_argument("--dtype", metavar="NAME", help="with --shape: the main data type")
     case.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help="of the operator; repeatable")
     case.add_argument("--ref", metavar="NAME", default="torch", help="reference (default: %(default)s)")
-    case.add_argument("--platform", metavar="NAME", default="cpu", help="cpu, sm90 or sm120 (default: %(default)s)")
+    case.add_argument("--platform", metavar="NAME", default="cpu", help="cpu, or such as sm90 (default: %(default)s)")
     case.add_argument("--surface", metavar="NAME", default="cpp", help="language (default: %(default)s)")
     case.add_argument("--entry", metavar="NAME", default="run", help="what a kernel defines (default: %(default)s)")
     case.add_argument("--root", metavar="FILE", type=Path, help="a kernel to begin with; judged first, as step 0")
@@ -103,8 +100,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds from the budget's end to the kill")
     run.add_argument("--port", metavar="N", type=int, default=0, help="of the servers (default: a free one)")
     run.add_argument("--stand-in", action="store_true", help="put our flashinfer_bench first on PYTHONPATH")
-    told = "tell the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
-    run.add_argument("--ordinary-wrappers", action="store_true", help=told)
+    help_text = "tell the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
+    run.add_argument("--ordinary-wrappers", action="store_true", help=help_text)
 
 
 def run_external(arguments: argparse.Namespace) -> int:
@@ -115,12 +112,13 @@ def run_external(arguments: argparse.Namespace) -> int:
     path = arguments.trajectories / f"{setup.name}.jsonl"
     log = path.with_suffix(".log")
     with _run(setup, arguments, path) as run:
-        _say(f"{setup.name}: {run.url}, budget ${setup.limits.budget_usd:g}, trajectory {path}, output {log}\n")
+        say(f"{setup.name}: {run.url}, budget ${setup.limits.budget_usd:g}, trajectory {path}, output {log}")
         outcome = run_optimizer(run, arguments.command_line, folder=Path.cwd(), log=log)
-    _say(_ended(outcome))
+    say(_ended(outcome))
     if outcome.best is not None:
-        _say(f"best kernel: {_write_best(outcome.best, path.with_suffix('.best'))}\n")
-    _say(f"report: pytest-klineage report {path}\n")
+        files = [(file.name, file.text) for file in outcome.best.files]
+        say(f"best kernel: {write_files(path.with_suffix('.best'), files)[0]}")
+    say(f"report: pytest-klineage report {path}")
     return FAILED if outcome.stopped in BAD_ENDS else OK
 
 
@@ -130,7 +128,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
 
     target = _target(arguments)
     if arguments.format == "adaexplore":
-        _say(f"{write_kernelbench(target, arguments.folder, arguments.suffix)}\n")
+        say(f"{write_kernelbench(target, arguments.folder, arguments.suffix)}")
         return OK
     if target.root is None:
         raise UsageError("AccelOpt begins with a kernel that is right: name one with --root")
@@ -139,7 +137,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         verdict = gate.judge(target.case, target.root)
     finally:
         gate.close()
-    _say(f"{write_trace_set(target, verdict, arguments.folder)}\n")
+    say(f"{write_trace_set(target, verdict, arguments.folder)}")
     return OK
 
 
@@ -147,14 +145,14 @@ def run_judge(arguments: argparse.Namespace) -> int:
     """`external judge`."""
     files = [{"name": path.name, "text": _read(path)} for path in (arguments.kernel, *arguments.also)]
     found = _asked("/v1/judge", {"files": files, "note": arguments.note})
-    _say(json.dumps(found, indent=2) + "\n" if arguments.json else found["feedback"] + "\n")
+    say(json.dumps(found, indent=2) if arguments.json else found["feedback"])
     return OK if found["scored"] else FAILED
 
 
 def run_task(arguments: argparse.Namespace) -> int:
     """`external task`."""
     found = _asked("/v1/task")
-    _say(json.dumps(found, indent=2) + "\n" if arguments.json else found["instructions"].rstrip() + "\n")
+    say(json.dumps(found, indent=2) if arguments.json else found["instructions"].rstrip())
     return OK
 
 
@@ -180,17 +178,13 @@ class _OwnGate:
             self._gate.close()
 
 
-def _run(setup: Setup, arguments: argparse.Namespace, path: Path) -> Run:
-    from pytest_klineage.lab.external.evaluating import Telling
-    from pytest_klineage.lab.external.runner import Run
+def _run(setup: Setup, arguments: argparse.Namespace, path: Path) -> ExternalRun:
+    from pytest_klineage.lab.external.runner import ExternalRun
     from pytest_klineage.lab.llm.prices import Prices
-    from pytest_klineage.lab.optimizers.feedback import feedback_text
-    from pytest_klineage.lab.optimizers.recording import abridged
 
     gate = _OwnGate(setup.target.platform, _gate_settings(arguments))
     prices = Prices.load(*([arguments.prices] if arguments.prices else []))
-    telling = Telling(feedback=feedback_text, abridged=abridged)
-    return Run(setup, gate.judge, telling, prices, path, on_step=_show, finish=gate.close)
+    return ExternalRun(setup, gate.judge, prices, path, on_step=_show, finish=gate.close)
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
@@ -225,9 +219,9 @@ def _upstreams(arguments: argparse.Namespace) -> dict[str, Upstream]:
     return found
 
 
-def _target(arguments: argparse.Namespace) -> Target:
-    from pytest_klineage.gate.host.cpu import resolve_platform
-    from pytest_klineage.lab.external.evaluating import Target
+def _target(arguments: argparse.Namespace) -> EvaluationTarget:
+    from pytest_klineage.gate.host.platforms import resolve_platform
+    from pytest_klineage.lab.external.evaluating import EvaluationTarget
     from pytest_klineage.lab.optimizers.instructions import instructions_for
     from pytest_klineage.records import Surface
     from pytest_klineage.surfaces import read_source, surface_backend
@@ -238,7 +232,7 @@ def _target(arguments: argparse.Namespace) -> Target:
     if arguments.root is not None:
         root = read_source(arguments.root, surface=arguments.surface, entry=arguments.entry, label="root")
     surface = Surface(arguments.surface)
-    return Target(
+    return EvaluationTarget(
         case=case, platform=platform, surface=surface, entry=arguments.entry, root=root,
         instructions=instructions_for(case, surface, platform, arguments.entry),
     )  # fmt: skip
@@ -278,32 +272,20 @@ def _gate_settings(arguments: argparse.Namespace) -> GateSettings:
 # --- telling ----------------------------------------------------------------------------------------------------------
 
 
-def _show(step: Step) -> None:
+def _show(step: SubmissionStep) -> None:
     """One line for every step."""
     best = "none yet" if step.best_speedup is None else f"{step.best_speedup:.2f}x"
     speed = "" if step.speedup is None else f"{step.speedup:.2f}x "
     again = "" if step.repeats is None else f", the same as step {step.repeats}"
-    _say(f"step {step.number}: {speed}({step.verdict.code.value}{again}), best {best}\n")
-    sys.stdout.flush()
+    say(f"step {step.number}: {speed}({step.verdict.code.value}{again}), best {best}")
 
 
-def _ended(outcome: Outcome) -> str:
+def _ended(outcome: ExternalResult) -> str:
     best = "no kernel was scored" if outcome.best_speedup is None else f"best {outcome.best_speedup:.2f}x"
     return (
         f"ended: {outcome.stopped} ({outcome.message}); {sum(step.number > 0 for step in outcome.steps)} kernels, "
-        f"${outcome.spent_usd:.4f}, {best}\n"
+        f"${outcome.spent_usd:.4f}, {best}"
     )
-
-
-def _write_best(source: KernelSource, folder: Path) -> Path:
-    """Write the kernel's files; returns the main one."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in source.files:
-            (folder / file.name).write_text(file.text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{folder} cannot be written: {error.strerror or error}") from error
-    return folder / source.files[0].name
 
 
 def _asked(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -338,7 +320,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text)

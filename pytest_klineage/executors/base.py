@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Protocol, Self
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import msgspec
 
@@ -31,10 +31,6 @@ class Executor(Protocol):
         """The machine that judges for a platform. Raises WaitsForVerdict while that is not known."""
         ...
 
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
-
 
 def plain_settings(settings: GateSettings) -> dict[str, object]:
     """The settings that travel with a request. Raises UsageError when defences are switched off."""
@@ -57,23 +53,22 @@ def gate_settings(request: JudgeRequest, local: GateSettings) -> GateSettings:
         raise UsageError(f"the request's settings are not valid: {error}") from error
 
 
-class ExecutorGate:
+class ExecutorGate(AbstractContextManager["ExecutorGate"]):
     """Stands where a `Gate` stands, and has an executor judge. A verdict that is not there yet raises WaitsForVerdict.
 
     With `again(n)` it asks for the n-th repetition of a judgement, which has a request and a reply of its own.
     """
 
-    def __init__(self, executor: Executor, platform: str, settings: GateSettings, *, repeat: int = 0) -> None:
+    def __init__(
+        self, executor: Executor, platform: str, settings: GateSettings, *, repeat: int = 0, priority: int = 0,
+        product: str = "",
+    ) -> None:  # fmt: skip
         self.platform, self.settings = platform, settings
         self._executor, self._repeat = executor, repeat
+        self._priority, self._product = priority, product
         self._plain = plain_settings(settings)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -81,7 +76,9 @@ class ExecutorGate:
 
     def again(self, repeat: int) -> ExecutorGate:
         """The same gate for the n-th repetition of its judgements."""
-        return ExecutorGate(self._executor, self.platform, self.settings, repeat=repeat)
+        return ExecutorGate(
+            self._executor, self.platform, self.settings, repeat=repeat, priority=self._priority, product=self._product
+        )
 
     def machine(self) -> Machine:
         """The machine that judges. Raises WaitsForVerdict while no judge has said."""
@@ -94,11 +91,16 @@ class ExecutorGate:
         *,
         reference_source: KernelSource | None = None,
         platforms: tuple[str, ...] = (),
+        precision: float | None = None,
+        screen_against: float | None = None,
     ) -> Verdict:
         """The verdict of the executor's judge. Raises WaitsForVerdict, HarnessError after faults, UsageError."""
+        narrow = precision is not None and precision < self.settings.precision
+        settings = {**self._plain, "precision": precision} if narrow else self._plain
         request = JudgeRequest(
-            case=case, source=source, platform=self.platform, settings=self._plain, reference_source=reference_source,
-            platforms=platforms, repeat=self._repeat,
+            case=case, source=source, platform=self.platform, settings=settings, reference_source=reference_source,
+            platforms=platforms, repeat=self._repeat, screen_against=screen_against, priority=self._priority,
+            product=self._product,
         )  # fmt: skip
         return verdict_of(self._executor, request)
 
@@ -109,7 +111,8 @@ def verdict_of(executor: Executor, request: JudgeRequest) -> Verdict:
     reply = executor.lookup(request)
     if reply is None:
         where = getattr(executor, "where", "")
-        raise WaitsForVerdict(where, f"{request.case.id} {request.source.label} waits for a verdict: {request.digest}")
+        message = f"{request.case.id} {request.source.label} waits for a verdict: {request.digest}"
+        raise WaitsForVerdict(where, message, request.digest)
     if reply.verdict is not None:
         # Two chains may have asked for one kernel under two names.
         return msgspec.structs.replace(reply.verdict, label=request.source.label)

@@ -24,14 +24,8 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, StoreError, WaitsForVerdict
 from pytest_klineage.records import Machine, from_json, to_json
-from pytest_klineage.records.judging import (
-    MOST_FAULTS,
-    FaultCode,
-    JudgeReply,
-    JudgeRequest,
-    MachineFault,
-    reply_json,
-)
+from pytest_klineage.records.codec import finite_json
+from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 REQUEST, REPLY, FAULT, CLAIM, MACHINE, ARTIFACTS = "request", "reply", "fault", "claim", "machine", "artifacts"
 
@@ -113,9 +107,6 @@ class BatchFolder:
             message = f"{self.root} does not know its {platform} machine yet: pytest-klineage judge {self.root}"
             raise WaitsForVerdict(self.where, message) from error
 
-    def close(self) -> None:
-        """Nothing is held."""
-
     def note_machine(self, machine: Machine) -> None:
         """Write down which machine judges."""
         self._write(self.root / MACHINE / f"{machine.platform}.json", to_json(machine))
@@ -155,7 +146,7 @@ class BatchFolder:
             self._fault(reply.request, reply.fault)
         else:
             attempt = len(self._faults(reply.request)) + 1
-            self._write(self._path(REPLY, reply.request), reply_json(msgspec.structs.replace(reply, attempt=attempt)))
+            self._write(self._path(REPLY, reply.request), finite_json(msgspec.structs.replace(reply, attempt=attempt)))
 
     def retry(self) -> int:
         """Forget all faults, so that what was given up is open again. Returns how many requests that were."""
@@ -225,8 +216,8 @@ class BatchFolder:
 
 
 def _order(request: JudgeRequest) -> tuple[object, ...]:
-    rival = request.reference_source.digest if request.reference_source is not None else ""
-    return -request.priority, msgspec.json.encode(request.settings), request.case.id, rival, request.digest
+    reference_digest = request.reference_source.digest if request.reference_source is not None else ""
+    return -request.priority, msgspec.json.encode(request.settings), request.case.id, reference_digest, request.digest
 
 
 def _request_in(path: Path) -> JudgeRequest | None:
@@ -301,5 +292,5 @@ def _lock_lines() -> Iterator[str]:
 def _same_file(line: str, status: os.stat_result) -> bool:
     """Whether a line of /proc/locks is about this file: its sixth word is major:minor:inode, the first two in hex."""
     words = line.split()
-    place = words[5 if "->" not in words else 6].split(":") if len(words) > 6 else []
-    return len(place) == 3 and int(place[2]) == status.st_ino and words[1 if "->" not in words else 2] == "FLOCK"
+    location = words[5 if "->" not in words else 6].split(":") if len(words) > 6 else []
+    return len(location) == 3 and int(location[2]) == status.st_ino and words[1 if "->" not in words else 2] == "FLOCK"

@@ -12,8 +12,9 @@ from types import FrameType
 
 import msgspec
 
-from pytest_klineage.executors.batch import BatchFolder
+from pytest_klineage.executors.batch import ARTIFACTS, BatchFolder
 from pytest_klineage.executors.local import LocalExecutor
+from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings, default_cache_dir
 from pytest_klineage.records import Verdict
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
@@ -29,7 +30,7 @@ class TimeUp(BaseException):
     """The time limit; not an Exception, so that nothing on the way takes it for a fault."""
 
 
-class Ended(msgspec.Struct, frozen=True):
+class JudgeSummary(msgspec.Struct, frozen=True):
     """What one judge has done."""
 
     judged: int
@@ -41,7 +42,7 @@ class Ended(msgspec.Struct, frozen=True):
 def judge_folder(
     folder: BatchFolder, platform: str, *, seconds: float | None = None, cache_dir: Path | None = None,
     name: str = "", tell: Tell | None = None, goes_on: Callable[[], bool] = lambda: True,
-) -> Ended:  # fmt: skip
+) -> JudgeSummary:  # fmt: skip
     """Judge every open request of a platform on this process's device.
 
     seconds: time limit; no judgement is begun that is not expected to end before, and one that does not is left open.
@@ -60,7 +61,39 @@ def judge_folder(
         judge.in_time = False
     finally:
         judge.executor.close()
-    return Ended(judge.judged, judge.faults, judge.in_time)
+    return JudgeSummary(judge.judged, judge.faults, judge.in_time)
+
+
+class BuiltAhead(msgspec.Struct, frozen=True):
+    """What one call has built, in kernels."""
+
+    built: int
+    failed: int
+
+
+def build_folder(
+    folder: BatchFolder, platform: str, *, cache_dir: Path | None = None, tell: Tell | None = None
+) -> BuiltAhead:
+    """Build the kernels of all open requests of a platform into the folder's artifacts. That needs no device.
+
+    Nothing is answered: a kernel that does not build has its verdict from the judge. Kernels that stand in for a
+    reference are built as well. Raises KlineageError when a compiler is missing.
+    """
+    built, failed = 0, 0
+    seen: set[tuple[str, str]] = set()
+    artifacts, cache = folder.root.absolute() / ARTIFACTS, (cache_dir or default_cache_dir()).absolute()
+    with Gate(platform, GateSettings(stage="compile", artifacts=artifacts, cache_dir=cache)) as gate:
+        for request in folder.open_requests(platform):
+            for source in filter(None, (request.source, request.reference_source)):
+                if (request.case.id, source.digest) in seen:
+                    continue
+                seen.add((request.case.id, source.digest))
+                verdict = gate.judge(request.case, source, platforms=request.platforms)
+                built, failed = built + verdict.ok, failed + (not verdict.ok)
+                why = "" if verdict.ok else f": {verdict.reasons[0].message.splitlines()[0]}"
+                if tell is not None:
+                    tell(f"{platform}: {request.case.id} {source.label or 'kernel'}: {verdict.code.value}{why}")
+    return BuiltAhead(built, failed)
 
 
 class _FolderJudge:
@@ -114,19 +147,20 @@ class _FolderJudge:
     def _count(self, request: JudgeRequest, reply: JudgeReply, spent_s: float) -> None:
         if reply.verdict is not None:
             self.judged += 1
-            told = verdict_text(reply.verdict)
+            text = verdict_text(reply.verdict)
         else:
             self.faults += 1
             self._failed.add(request.digest)
             self.executor.close()
-            told = f"no verdict: {reply.fault.message.splitlines()[0]}" if reply.fault is not None else "no verdict"
-        self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {told} ({spent_s:.1f} s)")
+            text = f"no verdict: {reply.fault.message.splitlines()[0]}" if reply.fault is not None else "no verdict"
+        self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {text} ({spent_s:.1f} s)")
 
 
 def verdict_text(verdict: Verdict) -> str:
     """A verdict in a few words: its code, and the speedup of a kernel that was timed."""
-    timing = verdict.timing if verdict.scored else None
-    return verdict.code.value + (f" {timing.speedup.estimate:.3f}x" if timing is not None else "")
+    timing = verdict.timing if verdict.ranked else None
+    speed = f" {timing.speedup.estimate:.3f}x" if timing is not None else ""
+    return verdict.code.value + speed + (" (screened)" if verdict.screened is not None else "")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The executor of this process: the gate itself, started on demand. Judges of folders use it as well."""
+"""The gate of this process, started on demand: what judges of folders and of clusters judge with."""
 
 from __future__ import annotations
 
@@ -17,31 +17,23 @@ class LocalExecutor:
         self.platform = platform
         self._local = local or GateSettings()
         self._gate: Gate | None = None
-        self._replies: dict[str, JudgeReply] = {}
-
-    def submit(self, request: JudgeRequest) -> None:
-        """Judge now; the reply waits for `lookup`. A kernel's failings are its verdict, ours are a MachineFault."""
-        self._replies[request.digest] = self.judge(request)
-
-    def lookup(self, request: JudgeRequest) -> JudgeReply | None:
-        """Take the reply of the last `submit`."""
-        return self._replies.pop(request.digest, None)
 
     def judge(self, request: JudgeRequest) -> JudgeReply:
-        """The reply to a request, made now."""
+        """The reply to a request, made now. A kernel's failings are its verdict, ours are a MachineFault."""
         try:
             if request.platform != self.platform:
                 raise UsageError(f"this judge has {self.platform}, the request asks for {request.platform}")
             verdict = self._gate_for(request).judge(
-                request.case, request.source, reference_source=request.reference_source, platforms=request.platforms
-            )
+                request.case, request.source, reference_source=request.reference_source, platforms=request.platforms,
+                screen_against=request.screen_against,
+            )  # fmt: skip
         except UsageError as error:
             return self._fault(request, FaultCode.MISUSE, str(error))
         except HarnessError as error:
             return self._fault(request, FaultCode.HARNESS, str(error))
         return JudgeReply(request=request.digest, verdict=as_it_travels(verdict))
 
-    def machine(self, platform: str = "") -> Machine:
+    def machine(self) -> Machine:
         """The record of this machine."""
         if self._gate is None:
             self._gate = Gate(self.platform, self._local)

@@ -1,27 +1,27 @@
-"""Other projects' formats, in and out: problems become cases, verdicts become traces. Nothing foreign is executed."""
+"""Other projects' formats, in and out: problems become operators with cases, verdicts become traces."""
 
 from __future__ import annotations
 
 from pytest_klineage.formats.imported import Imported, Unsupported, lint_imported
-from pytest_klineage.formats.kernelbench import candidate_of, import_problem, read_problem
+from pytest_klineage.formats.kernelbench import candidate_of, read_problem, read_problems
 from pytest_klineage.formats.trace_export import definition_of, solution_of, trace_of, traces_jsonl
 from pytest_klineage.formats.trace_import import import_definition, source_of
-from pytest_klineage.formats.trace_records import Definition, Solution, Trace, TraceSet, Workload, read_trace_set
+from pytest_klineage.formats.trace_records import Solution, Trace, TraceDefinition, TraceSet, Workload, read_trace_set
 
 __all__ = [
-    "Definition",
     "Imported",
     "Solution",
     "Trace",
+    "TraceDefinition",
     "TraceSet",
     "Unsupported",
     "Workload",
     "candidate_of",
     "definition_of",
     "import_definition",
-    "import_problem",
     "lint_imported",
     "read_problem",
+    "read_problems",
     "read_trace_set",
     "solution_of",
     "source_of",

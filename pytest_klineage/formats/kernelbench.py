@@ -1,33 +1,53 @@
-"""KernelBench problems as cases, and their candidates as kernels. A problem's file is read, and never executed.
+"""KernelBench problems as operators, and their candidates as kernels.
 
-A problem is a Python file with a class Model, get_inputs() and get_init_inputs(); a candidate is one with ModelNew. A
-problem becomes a case when its forward is one call of a function that an operator here stands for.
+A problem is a Python file with a class Model, get_inputs() and get_init_inputs(); a candidate is one with ModelNew. The
+problem is run once, to see what it takes and gives; a candidate's text is only looked at.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import msgspec
+from typing import Any
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.formats.imported import Imported, Unsupported
-from pytest_klineage.formats.reading import Reader
-from pytest_klineage.formats.recognise import Found, recognised
-from pytest_klineage.formats.symbols import Constant, NotStatic, Tensor, Value
-from pytest_klineage.operators import operator_of
+from pytest_klineage.formats.describing import Answer, Request, ask
+from pytest_klineage.formats.imported import HEAD, Imported, Unsupported, identifier, keywords, write_file
+from pytest_klineage.operators import make_case, operator_of
+from pytest_klineage.operators.distributions import TORCH_DTYPES
+from pytest_klineage.operators.modules import Described
+from pytest_klineage.operators.resolve import from_file
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
-MODEL, CANDIDATE, BASE = "Model", "ModelNew", "torch.nn.Module"
+CANDIDATE = "ModelNew"
 ENTRY = "klineage_run"
 """What the adapter behind a candidate is called."""
 MAIN = "model_new.py"
-INPUTS_NOTE = "inputs are drawn by the operator's own distributions, not by get_inputs"
-WEIGHTS_NOTE = "{name} is an input here, not a parameter of a module"
-FLOATS = ("fp64", "fp32", "fp16", "bf16")
+DEFINITION = """
+from pytest_klineage import operator
+from pytest_klineage.operators.modules import ModuleDefinition
+
+_problem = ModuleDefinition(globals(), {arguments!r}, {state!r}, training={training})
+
+
+@operator(
+    "{signature}",
+    dtypes=({dtype!r},), min_bytes={min_bytes}, may_ignore={weights!r},
+)
+def {name}({inputs}{numbers}):
+    return _problem({named})
+
+
+@{name}.inputs("default")
+def _spread(generator):
+    return _problem.inputs(generator.device)
+
+
+@{name}.inputs("as_written")
+def _as_written(generator):
+    return _problem.inputs(generator.device, as_written=True)
+"""
 ADAPTER = '''
 
 _klineage_model = None
@@ -35,38 +55,48 @@ _klineage_model = None
 
 def {entry}({arguments}):
     """Calls the module as a function: made once, its parameters replaced by the tensors that are given."""
-    global _klineage_model
+    global _klineage_model, _klineage_state
+    import torch
     if _klineage_model is None:
-        _klineage_model = {candidate}(*{constructor})
-{weights}    return _klineage_model({given})
+        _klineage_model = {candidate}(*{constructor}).train({training}).to({first}.device, torch.{dtype})
+        _klineage_state = {{**dict(_klineage_model.named_parameters()), **dict(_klineage_model.named_buffers())}}
+{weights}    with torch.no_grad():
+        return _klineage_model({given})
 '''
 
 
-def read_problem(path: Path, *, reference: str = "torch", precision: str = "") -> Imported:
-    """The case of a problem's file; see `import_problem`. Raises UsageError when it cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the problem {path} cannot be read: {error}") from error
-    return import_problem(text, path.stem, reference=reference, precision=precision)
+def read_problem(path: Path, into: Path, **settings: Any) -> Imported:
+    """A problem as an operator in a file of the folder `into`, with a case of it; see `read_problems`.
 
-
-def import_problem(text: str, name: str, *, reference: str = "torch", precision: str = "") -> Imported:
-    """The case of a problem. `precision`, such as "fp16", is the type that its inputs are cast to, as there.
-
-    Raises Unsupported, which names what stands in the way: another function, a bias, code that is not straight-line.
+    Raises Unsupported, which names what stands in the way, and UsageError when the file cannot be read.
     """
-    try:
-        reader = Reader(text)
-        reader.module_class(MODEL, BASE)
-        constructor = _listed(reader, "get_init_inputs")
-        inputs = [_cast(value, precision) for value in _listed(reader, "get_inputs")]
-        attributes = reader.constructed(MODEL, constructor)
-        forward = reader.function("forward", MODEL)
-        found = recognised(reader.called(forward, inputs, attributes), reference)
-        return _imported(name, reader, found, constructor, forward, len(inputs))
-    except NotStatic as error:
-        raise Unsupported(name, str(error)) from error
+    [found] = read_problems([path], into, **settings)
+    if isinstance(found, UsageError):
+        raise found
+    return found
+
+
+def read_problems(
+    paths: Sequence[Path], into: Path, *, sizes: Mapping[str, Any] | None = None, at_most: int = 0,
+    precision: str = "", training: bool = True, reference: str = "torch",
+) -> list[Imported | UsageError]:  # fmt: skip
+    """Problems as operators: each is executed once, in a process with limits, to see what it takes and gives.
+
+    sizes: other values of names at the file's top, numbers or tuples, or their text.
+    at_most: what all other such sizes become at most; 0 leaves them.
+    precision: the type, such as "fp16", that parameters and inputs are cast to; default: as they are.
+    training: the mode of the module. KernelBench's is that of training.
+    """
+    texts = [_text(path) for path in paths]
+    asked = {
+        position: Request(text=text, sizes=dict(sizes or {}), at_most=at_most, precision=precision, training=training)
+        for position, text in enumerate(texts) if isinstance(text, str)
+    }  # fmt: skip
+    answers = dict(zip(asked, ask(list(asked.values())), strict=True)) if asked else {}
+    return [
+        text if isinstance(text, UsageError) else _imported(path, into, answers[position], training, reference)
+        for position, (path, text) in enumerate(zip(paths, texts, strict=True))
+    ]
 
 
 def candidate_of(text: str, imported: Imported, label: str = "") -> KernelSource:
@@ -76,62 +106,64 @@ def candidate_of(text: str, imported: Imported, label: str = "") -> KernelSource
     parameters. It runs where every kernel runs; a parameter of another name is an error there. Raises Unsupported for
     text that has no class ModelNew.
     """
+    name = label or imported.name
     try:
-        reader = Reader(text)
-    except NotStatic as error:
-        raise Unsupported(label or imported.name, str(error)) from error
-    if CANDIDATE not in reader.classes:
-        raise Unsupported(label or imported.name, f"a class {CANDIDATE} is not there")
-    names = [spec.name for spec in operator_of(imported.case).signature(imported.case).inputs]
-    weights = "".join(
-        f'    _klineage_model.get_parameter("{parameter}").data = {name}\n'
-        for parameter, name in imported.weights.items()
-    )
-    adapter = ADAPTER.format(
-        entry=ENTRY, arguments=", ".join(names), candidate=CANDIDATE, constructor=repr(imported.constructor),
-        weights=weights, given=", ".join(imported.arguments),
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise Unsupported(name, f"it is not valid Python: {error}") from None
+    if not any(isinstance(node, ast.ClassDef) and node.name == CANDIDATE for node in tree.body):
+        raise Unsupported(name, f"a class {CANDIDATE} is not there")
+    surface = Surface.TRITON if _imports(tree, "triton") else Surface.PYTHON
+    files = (SourceFile(MAIN, f"{text.rstrip()}\n{_adapter(imported)}"),)
+    return KernelSource(surface=surface, files=files, entry=ENTRY, label=name)
+
+
+def _adapter(imported: Imported) -> str:
+    case = imported.case
+    names = [spec.name for spec in operator_of(case).signature(case).inputs]
+    numbers = [name for name in imported.arguments if name not in names]
+    weights = "".join(f"    _klineage_state[{theirs!r}].data = {ours}\n" for theirs, ours in imported.weights.items())
+    return ADAPTER.format(
+        entry=ENTRY, arguments=", ".join([*names, *(["*", *numbers] if numbers else [])]), candidate=CANDIDATE,
+        constructor=imported.constructor, training=imported.training, first=names[0],
+        dtype=TORCH_DTYPES[case.dtype], weights=weights, given=", ".join(imported.arguments),
     )  # fmt: skip
-    surface = Surface.TRITON if _imports(reader.tree, "triton") else Surface.PYTHON
-    return KernelSource(
-        surface=surface, files=(SourceFile(MAIN, f"{text.rstrip()}\n{adapter}"),), entry=ENTRY,
-        label=label or imported.name,
-    )  # fmt: skip
 
 
-def _listed(reader: Reader, name: str) -> tuple[Value, ...]:
-    value = reader.called(reader.function(name), ())
-    if not isinstance(value, tuple):
-        raise NotStatic(reader.function(name).lineno, f"{name} does not return a list")
-    return value
+def _text(path: Path) -> str | UsageError:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return UsageError(f"the problem {path} cannot be read: {error}")
 
 
-def _cast(value: Value, precision: str) -> Value:
-    if isinstance(value, Tensor) and precision and value.dtype in FLOATS:
-        return msgspec.structs.replace(value, dtype=precision)
-    return value
-
-
-def _imported(
-    name: str, reader: Reader, found: Found, constructor: Sequence[Value], forward: ast.FunctionDef, num_inputs: int
-) -> Imported:
-    taken = [argument.arg for argument in forward.args.args[1:]]
-    ours = {theirs: own for own, theirs in found.inputs.items()}
-    weights = {theirs: own for theirs, own in ours.items() if theirs not in taken}
-    plain = tuple(_constant(value) for value in constructor)
-    arguments = tuple(ours[argument] for argument in taken if argument in ours)
-    if len(arguments) < num_inputs:
-        raise NotStatic(forward.lineno, "an input that does not go into the function")
-    notes = (INPUTS_NOTE, *found.notes, *(WEIGHTS_NOTE.format(name=theirs) for theirs in weights))
+def _imported(path: Path, into: Path, answer: Answer, training: bool, reference: str) -> Imported | UsageError:
+    found = answer.found
+    if found is None:
+        return Unsupported(path.stem, answer.error)
+    try:
+        name = identifier("kb", path.stem)
+        file = write_file(into, name, _defining(name, path.stem, answer, found, training))
+        case = make_case(from_file(file, name), found.shape, found.dtype, reference)
+    except UsageError as error:
+        return Unsupported(path.stem, str(error))
     return Imported(
-        name=name, case=found.case, digest=hashlib.sha256(ast.dump(reader.tree).encode()).hexdigest(),
-        arguments=arguments, weights=weights, constructor=plain, notes=notes,
+        name=path.stem, case=case, file=file, arguments=found.arguments, weights=found.state,
+        constructor=found.constructor, training=training, sizes=answer.sizes,
     )  # fmt: skip
 
 
-def _constant(value: Value) -> Constant:
-    if value is None or isinstance(value, int | float | bool | str):
-        return value
-    raise NotStatic(0, "get_init_inputs gives something else than numbers and words")
+def _defining(name: str, problem: str, answer: Answer, found: Described, training: bool) -> str:
+    """The text of the file that defines the operator."""
+    inputs = [*(item for item in found.arguments if item not in found.numbers), *found.state.values()]
+    sizes = "; ".join(f"{size} = {value}" for size, value in answer.sizes.items())
+    origin = f"KernelBench{f', with {sizes}' if sizes else ''}"
+    definition = DEFINITION.format(
+        arguments=found.arguments, state=found.state, training=training, signature=found.signature, dtype=found.dtype,
+        min_bytes=found.min_bytes, weights=tuple(found.state.values()), name=name, inputs=", ".join(inputs),
+        numbers=keywords(found.numbers), named=", ".join(f"{item}={item}" for item in (*inputs, *found.numbers)),
+    )  # fmt: skip
+    return f"{HEAD.format(name=problem, origin=origin)}\n{answer.text.strip()}\n\n{definition}"
 
 
 def _imports(tree: ast.Module, package: str) -> bool:

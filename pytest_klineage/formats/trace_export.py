@@ -13,32 +13,19 @@ from pytest_klineage.formats.trace_import import NATIVE, OURS, SHORT, parameters
 from pytest_klineage.formats.trace_records import (
     Axis,
     BuildSpec,
-    Definition,
     Evaluation,
     Solution,
     SolutionFile,
-    TensorSpec,
     Trace,
+    TraceDefinition,
+    TraceTensor,
     Workload,
     WorkloadInput,
 )
-from pytest_klineage.operators import operator_of
+from pytest_klineage.operators import OPERATORS, operator_of
 from pytest_klineage.records import Code, KernelCase, KernelSource, Status, Verdict
 
 LONG = {short: long for long, short in SHORT.items()}
-SHAPES: dict[str, dict[str, tuple[str, ...]]] = {
-    "gemm": {"a": ("M", "K"), "b": ("K", "N"), "c": ("M", "N")},
-    "conv2d": {"x": ("N", "C", "H", "W"), "w": ("F", "C", "K", "K"), "y": ("N", "F", "P", "Q")},
-    "fmha": dict.fromkeys("qkvo", ("B", "H", "S", "D")),
-    "topk": {"x": ("B", "S"), "values": ("B", "K"), "indices": ("B", "K")},
-}
-"""By operator that can be written down in this format: the axes of each tensor."""
-CALLS = {
-    "gemm": "return torch.matmul(a, b)",
-    "conv2d": "return torch.nn.functional.conv2d(x, w, stride={stride}, padding={pad})",
-    "fmha": "return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal={causal})",
-    "topk": "values, indices = torch.topk(x, {K})\n    return values, indices",
-}
 STATUSES = {
     Status.WRONG_SHAPE: "INCORRECT_SHAPE", Status.WRONG_DTYPE: "INCORRECT_DTYPE", Status.TIMEOUT: "TIMEOUT",
     Status.WRONG_VALUE: "INCORRECT_NUMERICAL", Status.BUILD_ERROR: "COMPILE_ERROR",
@@ -56,25 +43,25 @@ def definition_name(case: KernelCase) -> str:
     return f"klineage_{case.id}".replace("-", "_").replace("=", "_")
 
 
-def definition_of(case: KernelCase) -> Definition:
+def definition_of(case: KernelCase) -> TraceDefinition:
     """A case as a definition, all axes fixed. Raises Unsupported where the format has no words for it."""
-    if case.operator not in SHAPES:
-        raise Unsupported(case.id, f"{case.operator} is not one call of PyTorch; known: {', '.join(SHAPES)}")
+    chosen = operator_of(case)
+    if not chosen.tensor_axes:
+        known = ", ".join(name for name, other in OPERATORS.items() if other.tensor_axes)
+        raise Unsupported(case.id, f"{case.operator} is not one call of PyTorch; known: {known}")
     if "layout" in case.options:
         raise Unsupported(case.id, f"the layout {case.options['layout']}: the format knows no strides")
-    signature = operator_of(case).signature(case)
-    shapes = SHAPES[case.operator]
+    signature, shapes = chosen.signature(case), chosen.tensor_axes
     specs = (*signature.inputs, *signature.outputs)
     sizes = {axis: size for spec in specs for axis, size in zip(shapes[spec.name], spec.shape, strict=True)}
-    tensors = {spec.name: TensorSpec(shape=shapes[spec.name], dtype=LONG[spec.dtype]) for spec in specs}
+    tensors = {spec.name: TraceTensor(shape=shapes[spec.name], dtype=LONG[spec.dtype]) for spec in specs}
     names = [spec.name for spec in signature.inputs]
-    call = CALLS[case.operator].format(**case.shape, causal=bool(case.options.get("causal", False)))
-    return Definition(
+    return TraceDefinition(
         name=definition_name(case), op_type=case.operator,
         axes={axis: Axis(type="const", value=size) for axis, size in sizes.items()},
         inputs={name: tensors[name] for name in names},
         outputs={spec.name: tensors[spec.name] for spec in signature.outputs},
-        reference=f"import torch\n\n\ndef run({', '.join(names)}):\n    {call}\n",
+        reference=f"import torch\n\n\ndef run({', '.join(names)}):\n    {chosen.in_torch(case, in_order=True)}\n",
     )  # fmt: skip
 
 

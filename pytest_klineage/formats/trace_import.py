@@ -1,32 +1,45 @@
-"""FlashInfer-Trace in: a definition with a workload as a case, a solution as a kernel. References are only read."""
+"""FlashInfer-Trace in: a definition with a workload as an operator with a case, a solution as a kernel.
+
+A definition's reference is trusted: it becomes the operator's definition, and runs where the gate makes answers. A
+solution's text is only looked at.
+"""
 
 from __future__ import annotations
 
 import ast
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from pytest_klineage.formats.imported import Imported, Unsupported
-from pytest_klineage.formats.reading import Reader
-from pytest_klineage.formats.recognise import Found, recognised
-from pytest_klineage.formats.symbols import NotStatic, Tensor, Value
-from pytest_klineage.formats.trace_records import Definition, Solution, Workload
-from pytest_klineage.operators import operator_of
-from pytest_klineage.records import KernelSource, Signature, SourceFile, Surface
+from pytest_klineage.errors import UsageError
+from pytest_klineage.formats.imported import HEAD, Imported, Unsupported, identifier, keywords, write_file
+from pytest_klineage.formats.trace_records import Solution, TraceDefinition, TraceTensor, Workload
+from pytest_klineage.operators import make_case, operator_of
+from pytest_klineage.operators.resolve import from_file
+from pytest_klineage.records import KernelSource, Option, SourceFile, Surface
 
 RUN = "run"
 ENTRY = "klineage_run"
 """What the adapter behind a solution is called."""
-SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int64": "int64", "int32": "int32"}
+SHORT = {
+    "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
+    "int64": "int64", "int32": "int32", "int16": "int16", "int8": "int8", "bool": "bool",
+}  # fmt: skip
 """Their names of types, and ours."""
+FLOATS = ("fp32", "fp16", "bf16")
 LANGUAGES = {"python": Surface.PYTHON, "triton": Surface.TRITON, "tilelang": Surface.TILELANG}
 """Languages whose solutions are functions on tensors."""
 NATIVE = {"cpp": Surface.CPP, "c++": Surface.CPP, "cuda": Surface.CUDA}
 OURS = "klineage.h"
 """The dependency that says that a native solution has this project's ABI."""
 RANDOM, SCALAR = "random", "scalar"
-INPUTS_NOTE = "inputs are drawn by the operator's own distributions"
-TOLERANCE_NOTE = "the tolerance is the gate's own; the format has none"
+DEFINITION = """
+from pytest_klineage import operator
+
+
+@operator("{signature}", dtypes=({dtype!r},))
+def {name}({inputs}{numbers}):
+    return {run}({given})
+"""
 ADAPTER = '''
 
 def {entry}({parameters}):
@@ -35,27 +48,23 @@ def {entry}({parameters}):
 '''
 
 
-def import_definition(definition: Definition, workload: Workload, *, reference: str = "torch") -> Imported:
-    """The case of a definition at a workload's sizes.
+def import_definition(
+    definition: TraceDefinition, workload: Workload, into: Path, *, reference: str = "torch"
+) -> Imported:
+    """The definition as an operator in a file of the folder `into`, with the case of a workload's sizes and scalars.
 
-    The definition's reference decides what is computed; it must be one call of a function that an operator here stands
-    for, and give what the definition's outputs say. Raises Unsupported, which names what stands in the way.
+    Raises Unsupported, which names what stands in the way: a type, an axis without a size, inputs that lie in files.
     """
     try:
-        sizes = _sizes(definition, workload)
-        given = [_input(name, definition, workload, sizes) for name in definition.inputs]
-        reader = Reader(definition.reference)
-        function = reader.function(RUN)
-        taken = [argument.arg for argument in function.args.args]
-        if taken != list(definition.inputs):
-            raise NotStatic(
-                function.lineno, f"run takes {', '.join(taken)}, the inputs are {', '.join(definition.inputs)}"
-            )
-        found = recognised(reader.called(function, given), reference)
-        _check_outputs(definition, sizes, operator_of(found.case).signature(found.case))
-        return _imported(definition, reader, found)
-    except NotStatic as error:
+        shape = _shape(definition, workload)
+        numbers = _numbers(definition, workload)
+        name = identifier("fi", definition.name)
+        dtype, text = _defining(name, definition, numbers)
+        file = write_file(into, name, text)
+        case = make_case(from_file(file, name), shape, dtype, reference, **numbers)  # type: ignore[arg-type]  # options
+    except UsageError as error:
         raise Unsupported(definition.name, str(error)) from error
+    return Imported(name=definition.name, case=case, file=file, arguments=tuple(definition.inputs))
 
 
 def source_of(solution: Solution, imported: Imported) -> KernelSource:
@@ -90,12 +99,12 @@ def source_of(solution: Solution, imported: Imported) -> KernelSource:
 def parameters_of(text: str, entry: str) -> tuple[str, ...] | None:
     """Names of a function's parameters; None where a file's text does not say."""
     try:
-        function = Reader(text).functions.get(entry)
-    except NotStatic:
+        found = [node.args for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name == entry]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    if function is None or function.args.vararg or function.args.kwarg:
+    if not found or found[-1].vararg or found[-1].kwarg:
         return None
-    return tuple(item.arg for item in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs))
+    return tuple(item.arg for item in (*found[-1].posonlyargs, *found[-1].args, *found[-1].kwonlyargs))
 
 
 def _adapted(text: str, entry: str, imported: Imported, writes_outputs: bool | None) -> tuple[str, str]:
@@ -114,56 +123,62 @@ def _adapted(text: str, entry: str, imported: Imported, writes_outputs: bool | N
     if passes:
         outputs = "*out" if len(signature.outputs) > 1 else "out"
         call, style = f"{entry}({', '.join([*imported.arguments, outputs])})", ", outputs behind the inputs"
-    parameters = ", ".join([*names, *(["out"] if passes else [])])
+    numbers = [name for name in imported.arguments if name not in names]
+    parameters = ", ".join([*names, *(["out"] if passes else []), *(["*", *numbers] if numbers else [])])
     adapter = ADAPTER.format(entry=ENTRY, parameters=parameters, style=style, call=call)
     return f"{text.rstrip()}\n{adapter}", ENTRY
 
 
-def _sizes(definition: Definition, workload: Workload) -> dict[str, int]:
+def _shape(definition: TraceDefinition, workload: Workload) -> dict[str, int]:
+    """Sizes of the axes that a tensor has."""
+    tensors = (*definition.inputs.values(), *definition.outputs.values())
     found: dict[str, int] = {}
-    for name, axis in definition.axes.items():
+    for name in dict.fromkeys(axis for spec in tensors for axis in spec.shape or ()):
+        axis = definition.axes.get(name)
+        if axis is None:
+            raise UsageError(f"the axis {name} is not defined")
         value = axis.value if axis.type == "const" else workload.axes.get(name)
         if value is None or value < 1:
-            raise NotStatic(0, f"the axis {name} has no size in the workload {workload.uuid}")
+            raise UsageError(f"the axis {name} has no size in the workload {workload.uuid}")
         found[name] = value
     return found
 
 
-def _input(name: str, definition: Definition, workload: Workload, sizes: Mapping[str, int]) -> Value:
-    spec, given = definition.inputs[name], workload.inputs.get(name)
-    if given is None:
-        raise NotStatic(0, f"the workload {workload.uuid} says nothing of the input {name}")
-    if spec.shape is None:
-        if given.type != SCALAR:
-            raise NotStatic(0, f"the scalar {name} is {given.type}, not a number")
-        return given.value
-    if given.type != RANDOM:
-        raise NotStatic(0, f"the input {name} is {given.type}; inputs here are drawn at random")
-    if spec.dtype not in SHORT:
-        raise NotStatic(0, f"the input {name} is {spec.dtype}; types here: {', '.join(SHORT)}")
-    return Tensor(name, _shape(spec.shape, sizes), SHORT[spec.dtype])
+def _numbers(definition: TraceDefinition, workload: Workload) -> dict[str, Option]:
+    """Scalars by name. Raises UsageError for inputs that are neither those nor drawn at random."""
+    found: dict[str, Option] = {}
+    for name, spec in definition.inputs.items():
+        given = workload.inputs.get(name)
+        if given is None:
+            raise UsageError(f"the workload {workload.uuid} says nothing of the input {name}")
+        if spec.shape is not None and given.type != RANDOM:
+            raise UsageError(f"the input {name} is {given.type}; inputs here are drawn at random")
+        if spec.shape is None:
+            if given.type != SCALAR or given.value is None:
+                raise UsageError(f"the scalar {name} is {given.type}, not a number")
+            found[name] = given.value
+    return found
 
 
-def _shape(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    for axis in axes:
-        if axis not in sizes:
-            raise NotStatic(0, f"the axis {axis} is not defined")
-    return tuple(sizes[axis] for axis in axes)
+def _defining(name: str, definition: TraceDefinition, numbers: Mapping[str, Option]) -> tuple[str, str]:
+    """The case's type, and the text of the file that defines the operator."""
+    inputs = [item for item in definition.inputs if item not in numbers]
+    types = {item: _type(item, spec) for item, spec in (*definition.inputs.items(), *definition.outputs.items())}
+    dtype = next((types[item] for item in (*definition.outputs, *inputs) if types[item] in FLOATS), "fp32")
 
+    def line(names: Sequence[str], specs: Mapping[str, TraceTensor]) -> str:
+        return ", ".join(f"{item}[{','.join(specs[item].shape or ())}]: {types[item]}" for item in names)
 
-def _check_outputs(definition: Definition, sizes: Mapping[str, int], signature: Signature) -> None:
-    theirs = [(SHORT.get(spec.dtype), _shape(spec.shape or (), sizes)) for spec in definition.outputs.values()]
-    ours = [(spec.dtype, spec.shape) for spec in signature.outputs]
-    if theirs != ours:
-        raise NotStatic(0, f"its outputs are {theirs}, and those of its reference {ours}")
-
-
-def _imported(definition: Definition, reader: Reader, found: Found) -> Imported:
-    ours = {theirs: own for own, theirs in found.inputs.items()}
-    missing = [name for name in definition.inputs if name not in ours]
-    if missing:
-        raise NotStatic(0, f"the input {missing[0]} is none of the case's")
-    return Imported(
-        name=definition.name, case=found.case, digest=hashlib.sha256(ast.dump(reader.tree).encode()).hexdigest(),
-        arguments=tuple(ours[name] for name in definition.inputs), notes=(INPUTS_NOTE, TOLERANCE_NOTE, *found.notes),
+    signature = f"{line(inputs, definition.inputs)} -> {line([*definition.outputs], definition.outputs)}"
+    text = DEFINITION.format(
+        signature=signature, dtype=dtype, name=name, inputs=", ".join(inputs), numbers=keywords(numbers), run=RUN,
+        given=", ".join(definition.inputs),
     )  # fmt: skip
+    head = HEAD.format(name=definition.name, origin="FlashInfer-Trace")
+    return dtype, f"{head}\n{definition.reference.strip()}\n\n{text}"
+
+
+def _type(name: str, spec: TraceTensor) -> str:
+    if spec.dtype not in SHORT:
+        raise UsageError(f"{name} is {spec.dtype}; types here: {', '.join(SHORT)}")
+    return SHORT[spec.dtype]

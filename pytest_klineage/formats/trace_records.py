@@ -25,7 +25,7 @@ class Axis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     description: str | None = None
 
 
-class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TraceTensor(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A tensor over axes by name; a scalar where the shape is null."""
 
     shape: tuple[str, ...] | None
@@ -33,13 +33,13 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     description: str | None = None
 
 
-class Definition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TraceDefinition(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is computed."""
 
     name: str
     axes: dict[str, Axis]
-    inputs: dict[str, TensorSpec]
-    outputs: dict[str, TensorSpec]
+    inputs: dict[str, TraceTensor]
+    outputs: dict[str, TraceTensor]
     reference: str
     """Python source with a function `run`."""
     op_type: str = ""
@@ -121,7 +121,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class TraceSet(msgspec.Struct, frozen=True, kw_only=True):
     """A folder of all that."""
 
-    definitions: dict[str, Definition]
+    definitions: dict[str, TraceDefinition]
     workloads: tuple[Trace, ...]
     """Traces without a solution."""
     solutions: tuple[Solution, ...]
@@ -138,7 +138,7 @@ def read_trace_set(root: Path) -> TraceSet:
     if not (root / "definitions").is_dir():
         raise UsageError(f"{root} is no folder of FlashInfer-Trace: definitions/ is not there")
     problems: list[str] = []
-    definitions = {item.name: item for item in _files(root / "definitions", Definition, problems)}
+    definitions = {item.name: item for item in _files(root / "definitions", TraceDefinition, problems)}
     solutions = tuple(_files(root / "solutions", Solution, problems))
     lines = [*_lines(root / "workloads", problems), *_lines(root / "traces", problems)]
     return TraceSet(

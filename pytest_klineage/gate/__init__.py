@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_klineage.gate.host.cpu import resolve_platform
+from pytest_klineage.gate.context import Progress
+from pytest_klineage.gate.host.platforms import resolve_platform
 from pytest_klineage.gate.judge import Gate
-from pytest_klineage.gate.judgement import Progress
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
 from pytest_klineage.gate.timing.policy import POLICIES
 

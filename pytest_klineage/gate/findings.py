@@ -6,29 +6,32 @@ import math
 import re
 import signal
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
-from pytest_klineage.gate.timing.policy import Outcome, Samples, known_gain
-from pytest_klineage.gate.timing.stability import at_best, clearly_fails
-from pytest_klineage.gate.timing.statistics import (
-    Standing,
-    median,
-    paired_interval,
-    quantile,
-    quantile_of_others,
-    standing,
+from pytest_klineage.gate.timing.policy import (
+    ENOUGH_NOVEL,
+    LEAST_NOVEL,
+    Measurement,
+    Samples,
+    known_gain,
+    shows_memory,
 )
-from pytest_klineage.records import Code, KernelCase, Reason
-from pytest_klineage.records.messages import Ended, Opened
+from pytest_klineage.gate.timing.stability import at_best, clearly_fails
+from pytest_klineage.gate.timing.statistics import Standing, paired_interval, quantile, quantile_of_others, standing
+from pytest_klineage.records import Code, Floor, KernelCase, Peaks, Reason, Status
+from pytest_klineage.records.messages import CaseOpened
+from pytest_klineage.records.template_messages import WorkerExit
 
 CLOCK_SHARE, CLOCK_FLOOR_MS, CLOCK_GAPS = 0.10, 0.5, 2.0
 """The trusted clock may exceed the worker's, beyond what it does for the reference, by this share, by this much, or by
 so many allowed gaps: a kernel that pins its thread answers later than others without any lie."""
-CLOCK_PAIRS = 20
-"""With fewer pairs a quartile may be chance: then a kernel must hide time in every call before it is held to that."""
-LEAST_NOVEL = 8
-"""Pairs with new inputs, and pairs with disguised old ones, from which memory may be concluded."""
+CLOCK_PAIRS = 18
+"""As many as the least timing of a long kernel on a GPU has. With fewer pairs a quartile may be chance: then a kernel
+must hide time in every call before it is held to that."""
+NOISY_GAIN = 2.0
+"""The same, where the reference seems faster on known inputs as well and its times scatter too much to say so."""
 MEMORY_GAIN, MEMORY_CONFIDENCE = 1.2, 0.99
 """How much faster known inputs must be before it counts, and the confidence of both intervals."""
 CLOCK_QUANTILE, CLOCK_MEDIANS = 0.9, 2.0
@@ -45,7 +48,7 @@ def clean(text: str, limit: int = 4000) -> str:
     return text if len(text) <= limit else text[:limit] + f"\n... {len(text) - limit} more characters"
 
 
-def how_it_ended(ended: Ended, *, flooded: bool, printed: int) -> Reason:
+def how_it_ended(ended: WorkerExit, *, flooded: bool, printed: int) -> Reason:
     """The reason for a candidate whose channel closed before it had answered."""
     if flooded:
         return Reason(code=Code.LOG_FLOOD, message=f"the kernel printed {printed} bytes and was ended")
@@ -98,7 +101,7 @@ def clocks_of(samples: Samples) -> Clocks:
     )
 
 
-def charged(samples: Samples) -> Samples:
+def overhead_corrected(samples: Samples) -> Samples:
     """Samples with every gap beyond the allowed one added to the call it belongs to, on both sides alike.
 
     A worker that stops its own clock early gains nothing: what it leaves out, the trusted clock puts back.
@@ -125,7 +128,7 @@ def charged(samples: Samples) -> Samples:
     )
 
 
-def charges(own: Sequence[float], paid: Sequence[float]) -> tuple[float, ...]:
+def overheads_ms(own: Sequence[float], paid: Sequence[float]) -> tuple[float, ...]:
     """What was added to every sample; nothing at all when nothing was added to any."""
     added = tuple(after - before for before, after in zip(own, paid, strict=True))
     return added if any(added) else ()
@@ -136,7 +139,7 @@ def clock_reason(samples: Samples) -> Reason | None:
 
     The lower quartile decides: on a busy machine many answers come late, but a kernel that lies about its time has a
     gap in every call that it lies about. What the system accounts for, because oracle or worker had no processor, is
-    no lie. Calls that are not enough for a reason, and waiting, are still charged (see `charged`).
+    no lie. Calls that are not enough for a reason, and waiting, are still charged (see `overhead_corrected`).
     """
     clocks, own = clocks_of(samples), median(samples.candidate)
     enough = len(samples.candidate) >= CLOCK_PAIRS
@@ -153,7 +156,7 @@ def clock_reason(samples: Samples) -> Reason | None:
 
 
 def novel_clock_reason(samples: Samples) -> Reason | None:
-    """A reason when the candidate hides more time from its own clock on new inputs than on disguised old ones.
+    """A reason when the candidate hides more time from its own clock on new inputs than on transformed old ones.
 
     An honest worker cannot tell them apart, and no machine does.
     """
@@ -175,22 +178,37 @@ def novel_clock_reason(samples: Samples) -> Reason | None:
 
 
 def memory_reason(samples: Samples) -> Reason | None:
-    """A reason when the candidate is clearly faster on inputs it has met before, in whatever disguise.
+    """A reason when the candidate is clearly faster on inputs it has met before, in whatever symmetry transform.
 
     For paired samples only, with their charges: a clock that is bent on new inputs would hide them. Every call computes
-    the same amount of work, so remembering is all that can make a difference between new inputs and disguised old ones.
-    Held against the reference, and, where that takes equally long on both, for the candidate's times alone: on a busy
-    machine the reference's would hide what is plain in the candidate's.
+    the same amount of work, so remembering is all that can make a difference between new inputs and transformed old
+    ones.
+    Held against the reference, and for the candidate's times alone: on a busy machine the reference's would hide what
+    is plain in the candidate's. Alone it must be faster by more than the reference is, see `asked_alone`.
     """
-    alone = [1.0] * len(samples.candidate)
     reason = faster_when_known(samples.reference, samples.candidate, samples.novel)
-    if reason is None and known_gain(alone, samples.reference, samples.novel) < MEMORY_GAIN:
-        reason = faster_when_known(alone, samples.candidate, samples.novel)
-    return reason
+    if reason is not None:
+        return reason
+    alone = [1.0] * len(samples.candidate)
+    return faster_when_known(alone, samples.candidate, samples.novel, asked_alone(samples.reference, samples.novel))
 
 
-def faster_when_known(reference: list[float], candidate: list[float], novel: list[bool]) -> Reason | None:
-    """A reason when intervals of the speedup on known and on new inputs lie clearly apart."""
+def asked_alone(reference: list[float], novel: list[bool]) -> float:
+    """How many times as fast a candidate's times alone must be on known inputs, by what the reference's are.
+
+    The reference's median says little where few times scatter over a time slice: it counts where intervals agree.
+    """
+    alone = [1.0] * len(reference)
+    gain = known_gain(alone, reference, novel)
+    if gain < MEMORY_GAIN:
+        return MEMORY_GAIN
+    return MEMORY_GAIN * gain**2 if faster_when_known(alone, reference, novel) else NOISY_GAIN
+
+
+def faster_when_known(
+    reference: list[float], candidate: list[float], novel: list[bool], asked: float = MEMORY_GAIN
+) -> Reason | None:  # fmt: skip
+    """A reason when intervals of the speedup on known and on new inputs lie apart by the factor `asked`."""
     groups = [
         [(r, c) for r, c, new in zip(reference, candidate, novel, strict=False) if new is kind]
         for kind in (True, False)
@@ -201,7 +219,7 @@ def faster_when_known(reference: list[float], candidate: list[float], novel: lis
         paired_interval([pair[0] for pair in group], [pair[1] for pair in group], confidence=MEMORY_CONFIDENCE)
         for group in groups
     )
-    if on_known.low <= MEMORY_GAIN * on_novel.high:
+    if on_known.low <= asked * on_novel.high:
         return None
     gain = on_known.estimate / on_novel.estimate
     return Reason(
@@ -211,20 +229,19 @@ def faster_when_known(reference: list[float], candidate: list[float], novel: lis
     )
 
 
-class Peaks(msgspec.Struct, frozen=True, kw_only=True):
-    """What no machine of a kind exceeds."""
-
-    flops: float
-    """Floating-point operations per second."""
-    bytes: float
-    """Bytes read and written per second."""
-
-
 TRUSTED_GAIN = 1.5
 """A kernel that is no faster than so many times a trusted reference is not too fast: the floor would be wrong then."""
 
 
-def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks, trusted_ms: float | None = None) -> Reason | None:
+def floor_of(opened: CaseOpened, peaks: Peaks, product: str = "") -> Floor:
+    """The least time that arithmetic and memory take at these peaks, those of a product or of all of a platform's."""
+    by_flops, by_bytes = opened.flops / peaks.flops * 1e3, opened.min_bytes / peaks.bytes * 1e3
+    return Floor(ms=max(by_flops, by_bytes), limit="flops" if by_flops > by_bytes else "bytes", product=product)
+
+
+def floor_reason(
+    opened: CaseOpened, candidate_ms: float, peaks: Peaks, trusted_ms: float | None = None
+) -> Reason | None:
     """A reason when a time is below what arithmetic or memory could do on any such machine.
 
     `trusted_ms` is what a reference took that is no candidate; None where there is none.
@@ -243,13 +260,13 @@ def floor_reason(opened: Opened, candidate_ms: float, peaks: Peaks, trusted_ms: 
     )
 
 
-def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
+def timing_reason(case: KernelCase, outcome: Measurement, margin: float) -> Reason:
     """Accepted, slower or inconclusive, in one sentence with the figures."""
     interval = outcome.interval
     narrower = "a longer --klineage-time-limit narrows the interval"
     if outcome.stopped == "precise":
         narrower = "it is as narrow as --klineage-precision asks: the kernel is just about at what is required"
-    place = standing(interval, at_least=case.at_least, margin=margin)
+    relation = standing(interval, at_least=case.at_least, margin=margin)
     shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
     evidence: dict[str, float | int | str | bool]
     evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least,
@@ -264,8 +281,60 @@ def timing_reason(case: KernelCase, outcome: Outcome, margin: float) -> Reason:
             f"required {case.at_least:g}x, measured {shown}; {narrower}",
         ),
     }
-    code, message = codes[place]
+    code, message = codes[relation]
     return Reason(code=code, message=message, evidence=evidence)
+
+
+def compared_reason(timed: Reason, outcome: Measurement) -> Reason:
+    """The reason of a timing on new and known problems, made inconclusive where time was up before there were enough.
+
+    A kernel that answers from memory would be accepted by the pairs on problems that it has met.
+    """
+    if timed.code.status is not Status.ACCEPTED or outcome.stopped != "time limit" or shows_memory(outcome.samples):
+        return timed
+    new = sum(outcome.samples.novel)
+    known = len(outcome.samples.novel) - new
+    message = (
+        f"time was up after {new} pairs on new problems and {known} on known ones; {ENOUGH_NOVEL} of each are needed "
+        f"to exclude an answer from memory; measured: {timed.message}"
+    )
+    return Reason(code=Code.INCONCLUSIVE_FEW, message=message, evidence={**timed.evidence, "novel_pairs": new})
+
+
+def unheard_ms(samples: Samples) -> float:
+    """How much of every call the candidate's clock may leave out unseen, in ms: 0 where it leaves out less than the
+    reference's.
+
+    The upper end of a 95 % interval of the median difference between the gaps of a pair, by its ranks (sign test), as
+    far as gaps are not charged already. Both sides of a pair answer under the same conditions.
+    """
+    clocks = clocks_of(samples)
+    differences = sorted(
+        min(candidate, clocks.allowed_ms) - min(reference, clocks.allowed_ms)
+        for candidate, reference in zip(clocks.candidate_gaps, clocks.reference_gaps, strict=False)
+    )
+    rank = math.ceil(len(differences) / 2 + 0.98 * math.sqrt(len(differences)))
+    return max(0.0, differences[min(rank, len(differences)) - 1])
+
+
+def resolved_reason(timed: Reason, samples: Samples, line: float) -> Reason:
+    """The reason of a timing, made inconclusive where the candidate is fast enough by its own clock alone.
+
+    `samples` are as they were taken, `line` is the least speedup that is accepted.
+    """
+    unheard = unheard_ms(samples)
+    if timed.code.status is not Status.ACCEPTED or not unheard:
+        return timed
+    paid = overhead_corrected(samples)
+    speedup = paired_interval(paid.reference, [own + unheard for own in paid.candidate]).estimate
+    if speedup >= line:
+        return timed
+    message = (
+        f"its answers come up to {1e3 * unheard:.0f} us later than its clock says, beyond the reference's; counted in, "
+        f"it is {speedup:.3f}x. More pairs narrow that, as does a larger case; measured: {timed.message}"
+    )
+    evidence = {**timed.evidence, "unheard_ms": unheard, "speedup_with_it": speedup}
+    return Reason(code=Code.INCONCLUSIVE_INTERVAL, message=message, evidence=evidence)
 
 
 def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:

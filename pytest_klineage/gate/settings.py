@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.gate.timing.policy import POLICIES
+from pytest_klineage.gate.timing.policy import POLICIES, SCREEN_LIMIT_S
 
 DEFENCES = frozenset({
     "audit", "fresh_inputs", "verify", "two_clocks", "poison", "input_integrity", "guard_bands", "alias_rules",
@@ -59,7 +59,7 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
     (`devices.flush_size`), on a GPU 256 MiB. 0 is for a CPU only, where calls then start from warm caches.
     """
     seeds: int = 3
-    """Random inputs of the default regime that every kernel must get right."""
+    """Random inputs of the default input distribution that every kernel must get right."""
     threads: int = 0
     """CPU threads for reference and candidate; 0 means all cores."""
     cache_dir: Path = msgspec.field(default_factory=default_cache_dir)
@@ -92,3 +92,9 @@ class GateSettings(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise UsageError(f"{name} must lie between {low:g} and {high:g}, got {value:g}")
+
+
+def for_screening(settings: GateSettings) -> GateSettings:
+    """The settings of a screening: all checks, one timing policy, a second of it."""
+    limit_s = min(settings.time_limit_s, SCREEN_LIMIT_S)
+    return msgspec.structs.replace(settings, time_limit_s=limit_s, also_policies=())

@@ -23,23 +23,17 @@ from pytest_klineage.errors import (
     UsageError,
     WorkerDied,
 )
-from pytest_klineage.records.messages import (
-    End,
-    Ended,
-    FromOracle,
-    Job,
-    OracleFault,
-    Problem,
-    Spawn,
-    Spawned,
-    ToOracle,
-)
+from pytest_klineage.records.messages import FromOracle, Job, OracleFault, ToOracle, WorkerFailure
+from pytest_klineage.records.template_messages import End, Spawn, Spawned, WorkerExit
 
 T = TypeVar("T")
 
 START_DEADLINE_S = 120.0
 """Importing torch from a cold disk takes tens of seconds; anything longer is a fault."""
 END_DEADLINE_S = 15.0
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+"""For glibc: large tensors lie in memory that the process keeps, up to 1 GiB of it unused, instead of in pages that the
+system clears anew for every one of them, which is a third of an oracle's CPU time."""
 LOG_KEPT_BYTES = 16 * 1024
 LOG_FLOOD_BYTES = 8 << 20
 """A candidate that prints more than this is ended: no verdict needs it, and a disk or a terminal might suffer."""
@@ -161,6 +155,8 @@ class Worker:
         self.workdir = tempfile.mkdtemp(prefix="klineage-")
         self.log = LogDrain()
         oracle_end, worker_end = socket.socketpair()
+        # From the first message on: the system writes the sender's id beside what is sent after this.
+        oracle_end.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self.oracle_end = oracle_end
         job = msgspec.structs.replace(job, workdir=self.workdir)
         try:
@@ -172,14 +168,16 @@ class Worker:
         finally:
             worker_end.close()
             self.log.start()
-        self.ended: Ended | None = None
+        self.ended: WorkerExit | None = None
 
-    def end(self, grace_s: float = 0.0) -> Ended:
+    def end(self, grace_s: float = 0.0) -> WorkerExit:
         """End it with everything it started; idempotent."""
         if self.ended is None:
             self.oracle_end.close()
             try:
-                self.ended = self.template.ask(End(worker=self.id, grace_s=grace_s), Ended, END_DEADLINE_S + grace_s)
+                self.ended = self.template.ask(
+                    End(worker=self.id, grace_s=grace_s), WorkerExit, END_DEADLINE_S + grace_s
+                )
             finally:
                 shutil.rmtree(self.workdir, ignore_errors=True)
         return self.ended
@@ -209,12 +207,12 @@ class Processes:
             self._oracle.close()
             self._oracle = None
         if self._oracle is None:
-            environment = {**self._environment, "OMP_WAIT_POLICY": "PASSIVE"}
+            environment = {**self._environment, **KEPT_MEMORY, "OMP_WAIT_POLICY": "PASSIVE"}
             self._oracle = WorkerProcess("oracle", threads=self.threads, environment=environment)
         return self._oracle
 
     def template(self, preload: str) -> WorkerProcess:
-        """The template with torch loaded, or the bare one."""
+        """The bare template, the one with torch loaded, or the one in which torch refuses to compute."""
         if preload in self._templates and self._templates[preload].lost:
             self._templates.pop(preload).close()
         if preload not in self._templates:
@@ -225,7 +223,7 @@ class Processes:
 
     def ask_oracle(
         self, request: ToOracle, kind: type[T], deadline_s: float, fds: list[int] | None = None
-    ) -> T | Problem:
+    ) -> T | WorkerFailure:
         """An answer of `kind`, or a worker's problem. Raises HarnessError or UsageError for the oracle's own faults."""
         answer = self.oracle().ask(request, FromOracle, deadline_s, fds)
         if isinstance(answer, OracleFault):
@@ -236,7 +234,7 @@ class Processes:
             if answer.kind in ("OutOfMemoryError", "DeviceOutOfMemory"):
                 raise DeviceOutOfMemory(f"the case does not fit into the GPU's memory: {answer.message}")
             raise HarnessError(f"the oracle cannot do that: {answer.kind}: {answer.message}")
-        if not isinstance(answer, kind | Problem):
+        if not isinstance(answer, kind | WorkerFailure):
             raise HarnessError(f"the oracle answered with a {type(answer).__name__}")
         return answer
 
@@ -248,7 +246,10 @@ class Processes:
 
     def close(self) -> None:
         """End everything. Templates end their workers first."""
-        for process in (*self._templates.values(), *((self._oracle,) if self._oracle else ())):
+        every = (*self._templates.values(), *((self._oracle,) if self._oracle else ()))
+        for process in every:
+            process.channel.close()
+        for process in every:
             process.close()
         self._templates.clear()
         self._oracle = None

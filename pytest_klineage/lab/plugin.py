@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.plugin.options import Option, add_options, given_path, number, one_of, option_value, word
+from pytest_klineage.plugin.options import Option, add_options, given_path, number, one_of, option_value, switch, word
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
+from pytest_klineage.results.packed import is_there, unpack
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.llm.backend import Backend
@@ -32,7 +33,7 @@ OPTIONS = (
         "llm", "BACKEND", one_of(*BACKENDS),
         "Language model of suites that need one: none, anthropic, command, exchange or replay (default: none)",
     ),
-    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where nobody is paid"),
+    Option("model", "NAME", word, "Model that is asked, as the price table calls it; unbilled where it costs nothing"),
     Option("budget", "USD", number(float, 0), "Dollars that one optimization may spend (default: 10)"),
     Option("prices", "FILE", word, "Price table of your own, over the shipped one"),
     Option("command", "PROGRAM", word, "With --klineage-llm=command: reads a prompt on its input, prints the reply"),
@@ -40,6 +41,11 @@ OPTIONS = (
     Option(
         "trajectories", "DIR", word,
         "Where trajectories are written, or replayed from (default: trajectories in --klineage-results)",
+    ),
+    Option(
+        "screen", "", switch,
+        "In a search, time a kernel only until its interval excludes the best so far, for a second at most; what seems"
+        " better is judged in full",
     ),
     Option("resume", "NAME", word, "Go on with the trajectories that match NAME, such as gemm/1, 'gemm/*' or all"),
 )  # fmt: skip
@@ -81,7 +87,7 @@ def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.
         model_settings(klineage_session.config),
         trajectories=klineage_session.settings.results / "trajectories",
         replays=lambda: tmp_path_factory.mktemp("klineage-replay"),
-        in_turns=klineage_session.settings.batch is not None,
+        in_turns=klineage_session.elsewhere,
     )
     yield models
     models.close()
@@ -116,6 +122,11 @@ class Models:
         return self.backend == "replay"
 
     @property
+    def screens(self) -> bool:
+        """Whether a search screens kernels before it judges them in full."""
+        return bool(self._settings.get("screen")) and not self.is_replay
+
+    @property
     def limit_usd(self) -> float:
         """Dollars that a session may spend."""
         limit = self._settings.get("budget")
@@ -129,7 +140,7 @@ class Models:
 
     def is_recorded(self, name: str) -> bool:
         """Whether there is a trajectory of that name."""
-        return self.path(name).is_file()
+        return is_there(self.path(name))
 
     def is_under_way(self, name: str) -> bool:
         """Whether the trajectory of that name waits: runs go in turns, and it has not come to an end."""
@@ -164,7 +175,8 @@ class Models:
             session = Session.begin(
                 self._replays() / f"{name}.jsonl", backend, limit_usd=limit, name=name, settings=settings
             )
-        elif self._is_resumed(name) and path.exists():
+        elif self._is_resumed(name) and is_there(path):
+            unpack(path)
             given = limit_usd is not None or self._settings.get("budget") is not None
             session = Session.resume(path, backend, limit_usd=limit if given else None)
         elif self.is_under_way(name):
@@ -212,10 +224,10 @@ class Models:
                 "--klineage-trajectories"
             )
         own = kind in ("anthropic", "replay")
-        behind = self._behind(kind, name)
+        behind = self._details_of(kind, name)
         return make_backend(f"{kind}:{behind}", self._prices(), model="" if own else model, waits=not self._in_turns)
 
-    def _behind(self, kind: str, name: str) -> str:
+    def _details_of(self, kind: str, name: str) -> str:
         """What stands behind the colon of a backend's name. Raises UsageError for an option that is missing."""
         if kind == "anthropic":
             return str(self._settings["model"])

@@ -5,12 +5,13 @@ Torch is imported inside functions only: describing a case must cost nothing in 
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.records import DTYPES, Definition, KernelCase, LibraryPolicy, Option, Signature
+from pytest_klineage.records import DTYPES, KernelCase, Option, Signature
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     Tensors: TypeAlias = dict[str, torch.Tensor]
     Undo: TypeAlias = Callable[[Tensors], Tensors]
 
-DEFAULT_REGIME = "well_conditioned"
+DEFAULT_DISTRIBUTION = "well_conditioned"
+Cases: TypeAlias = dict[str, tuple[tuple[int, ...], str, dict[str, Any]]]
+"""By tier, "gpu" and "cpu": shape in the operator's axis order, data type, options."""
 
 
 class Operator(ABC):
@@ -30,13 +33,45 @@ class Operator(ABC):
     options: ClassVar[dict[str, tuple[Option, ...]]] = {}
     """Allowed values of every option; the first is the default."""
     dtypes: ClassVar[tuple[str, ...]]
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME,)
+    input_distributions: ClassVar[tuple[str, ...]] = (DEFAULT_DISTRIBUTION,)
     """Names of input distributions; the first is the well-conditioned default."""
     exact: ClassVar[bool] = False
-    """True when outputs must match bit for bit, up to the operator's own freedom (`violations`)."""
+    """True when outputs must match bit for bit, up to the operator's own freedom (`mismatch_count`)."""
 
+    may_ignore: frozenset[str] = frozenset()
+    """Inputs that need not change an output, such as a bias in front of a normalisation."""
+    counts_errors: ClassVar[bool] = False
+    """Whether the bounds also say how many elements may err by how much; see `tolerance`."""
     single_numbers: ClassVar[bool] = False
     """Whether an output may be a single number, which is its own mean: that answer is no null model then."""
+
+    family: ClassVar[str] = ""
+    """Operators of one family share most of their structure; empty for one that is alone."""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """What other projects call it, in lower case."""
+    published: ClassVar[Cases] = {}
+    """What tables are made of; the case of the CPU tier runs anywhere."""
+    gpu_reference: ClassVar[str] = "torch"
+    """Reference that the published case is compared with on a GPU."""
+    small: ClassVar[Cases] = {}
+    """Small enough for tools that make a kernel a hundred times slower. Axes that a kernel may fix, such as
+    channels or the head dimension, are as in `published`, and tiles of 128 and 256 fit."""
+    tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """By tensor, a name for each of its dimensions, for formats that know no strides; empty where there are none."""
+    drawn_in_torch: ClassVar[dict[str, str]] = {}
+    """By input, an expression of PyTorch with {} for standard normal numbers, where those alone would not do."""
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        """What the case computes, as lines of PyTorch over its inputs; empty where there are none.
+
+        With `in_order`, results that the operator allows in any order have one, for formats that compare by place.
+        Strides are the signature's business.
+        """
+        return ""
+
+    def explanation(self) -> str:
+        """What is computed, for who writes a kernel."""
+        return inspect.getdoc(type(self)) or self.name
 
     def validate(self, case: KernelCase) -> None:  # noqa: B027 - any sizes are right for most operators
         """Raise UsageError when sizes contradict one another. Axis names are checked by make_case."""
@@ -48,7 +83,7 @@ class Operator(ABC):
 
     def least_size(self, axis: str) -> int:
         """The smallest size of an axis."""
-        return 0 if axis == "pad" else 1
+        return 1
 
     def option(self, case: KernelCase, name: str) -> Option:
         """The value of an option of this case, or its default."""
@@ -59,7 +94,7 @@ class Operator(ABC):
         """Tensors and scalars that a kernel for this case receives."""
 
     @abstractmethod
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         """Inputs by name, in the case's data types, contiguous; `generator` decides every random number."""
 
     @abstractmethod
@@ -67,15 +102,15 @@ class Operator(ABC):
         """Outputs by name in float64 (integers in int64), computed from the inputs' exact values."""
 
     @abstractmethod
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         """What a careful implementation in the case's own precision gives; its error sets the tolerance."""
 
     @abstractmethod
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
-        """Per output element, the size of one honest rounding error in float64: errors are measured in this unit."""
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+        """Per output element, the size of one rounding error in float64: errors are measured in this unit."""
 
     @abstractmethod
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         """The same problem with other bytes: an exact symmetry of the operator, drawn at random.
 
         Returns the new inputs and the function that maps outputs of the new problem back to those of the old one.
@@ -83,7 +118,7 @@ class Operator(ABC):
         """
 
     @abstractmethod
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         """A copy of the inputs in which a single element differs, by enough to change an output visibly."""
 
     @abstractmethod
@@ -103,67 +138,41 @@ class Operator(ABC):
         """By output, bounds in rounding units that do not depend on the honest run's error."""
         return {}
 
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        """Checks that nobody has declared: distributions of inputs, and values of options such as "eps=0.5"."""
+        return ()
+
+    def further_case(self, case: KernelCase, name: str) -> KernelCase:
+        """The case of such a check."""
+        return case
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """Inputs and answer (`tolerance.Expected`) of such a check, or why there is none.
+
+        `wrong` is the answer to other inputs of the default distribution, which must not pass.
+        """
+        return ""
+
     def has_symmetry(self, case: KernelCase) -> bool:
-        """Whether `disguise` gives new problems with known answers; else every timed input is a new problem."""
+        """Whether `symmetry_transform` gives new problems with known answers; else every timed input is new."""
         return True
 
     def examine(self, case: KernelCase, inputs: Tensors) -> list[str]:
         """Notes for the record. Raises UsageError for a user's definition that cannot be an oracle."""
         return []
 
+    def calls_only_moves(self, case: KernelCase) -> bool:
+        """Whether a definition that was examined calls nothing but what copies and converts."""
+        return False
+
     def object_to(self, findings: Sequence[str]) -> None:  # noqa: B027 - a shipped operator's case is skipped instead
         """Raise UsageError where findings of the lint are a user's mistake."""
 
-    def violations(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
+    def mismatch_count(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
         """For exact operators: by output, the number of elements that no correct implementation could return."""
         raise NotImplementedError(f"{self.name} is not an exact operator")
-
-
-def make_case(
-    chosen: Operator,
-    definition: Definition | None,
-    shape: tuple[int, ...] | dict[str, int],
-    dtype: str,
-    reference: str,
-    *,
-    at_least: float = 1.0,
-    library: LibraryPolicy = LibraryPolicy.FORBID,
-    also_shapes: Iterable[tuple[int, ...] | dict[str, int]] = (),
-    **options: Option,
-) -> KernelCase:
-    """Build and check a case; `definition` is None for a shipped operator. `shape` is positional in the operator's
-    axis order, or a dict by axis name.
-
-    `also_shapes` are further shapes, written in either way, at which the kernel must be right.
-
-    Raises UnknownName for a dtype, axis or option that does not exist, UsageError for sizes and a speedup
-    that cannot be.
-    """
-    operator = chosen.name
-    if dtype not in chosen.dtypes:
-        raise UnknownName(f"dtype for {operator}", dtype, chosen.dtypes)
-    for name, value in options.items():
-        if name not in chosen.options:
-            raise UnknownName(f"option for {operator}", name, chosen.options)
-        chosen.check_option(name, value)
-    # Not a bool, and neither NaN nor infinity, which compare with anything.
-    if type(at_least) not in (int, float) or not 0 < at_least < float("inf"):
-        raise UsageError(f"at_least must be a positive number, got {at_least!r}")
-    changed = {name: value for name, value in options.items() if value != chosen.options[name][0]}
-    case = KernelCase(
-        operator=operator,
-        shape=named_shape(chosen, shape),
-        dtype=dtype,
-        reference=reference,
-        options=changed,
-        at_least=at_least,
-        library=LibraryPolicy(library),
-        also_shapes=tuple(named_shape(chosen, other) for other in also_shapes),
-        definition=definition,
-    )
-    for named in (case.shape, *case.also_shapes):
-        chosen.validate(case.at_shape(named))
-    return case
 
 
 def named_shape(operator: Operator, shape: tuple[int, ...] | dict[str, int]) -> dict[str, int]:

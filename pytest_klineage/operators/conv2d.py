@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import (
+    TINY,
     normal,
-    nudged,
     permutation,
+    perturbed,
+    plain,
     random_index,
     signs,
     spiked,
@@ -25,18 +27,19 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
-"""Factor of x in the large-magnitude regime: y is about as large as x."""
+"""Factor of x in the large-magnitude input distribution: y is about as large as x."""
 
 BORDER = 8.0
-"""Factor of the outermost rows and columns in the borders regime; the four corners get it twice."""
+"""Factor of the outermost rows and columns in the borders input distribution; the four corners get it twice."""
 
-NUDGE = 32.0
+PERTURBATION = 32.0
 """A nudge in largest elements: one term that outweighs the rounding of shifted bf16 sums."""
 
 MEMORY_ORDER = {"nchw": (0, 1, 2, 3), "nhwc": (0, 2, 3, 1)}
 
 SHIFT = 1.0
-"""Mean of the shifted regime. More would bury the differences between outputs under bf16's rounding for long sums."""
+"""Mean of the shifted input distribution. More would bury the differences between outputs under bf16's rounding for
+long sums."""
 
 
 class Conv2d(Operator):
@@ -50,7 +53,35 @@ class Conv2d(Operator):
     axes: ClassVar[tuple[str, ...]] = ("N", "C", "H", "W", "F", "K", "stride", "pad")
     options: ClassVar[dict[str, tuple[Option, ...]]] = {"layout": ("nchw", "nhwc")}
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "spikes", "shifted", "large_magnitude", "borders")
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
+        "spikes",
+        "shifted",
+        "large_magnitude",
+        "borders",
+        "plain",
+    )
+    family: ClassVar[str] = "products of tiles"
+    aliases: ClassVar[tuple[str, ...]] = ("conv",)
+    gpu_reference: ClassVar[str] = "cudnn"
+    published: ClassVar[Cases] = {
+        "gpu": ((8, 64, 56, 56, 128, 3, 1, 1), "fp16", {}),
+        "cpu": ((1, 64, 56, 56, 128, 3, 1, 1), "fp32", {}),
+    }
+    small: ClassVar[Cases] = {
+        "gpu": ((1, 64, 16, 16, 128, 3, 1, 1), "fp16", {}),
+        "cpu": ((1, 8, 12, 12, 16, 3, 1, 1), "fp32", {}),
+    }
+    tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "x": ("N", "C", "H", "W"), "w": ("F", "C", "K", "K"), "y": ("N", "F", "P", "Q"),
+    }  # fmt: skip
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        stride, pad = case.shape["stride"], case.shape["pad"]
+        return f"return torch.nn.functional.conv2d(x, w, stride={stride}, padding={pad})"
+
+    def least_size(self, axis: str) -> int:
+        return 0 if axis == "pad" else 1
 
     def validate(self, case: KernelCase) -> None:
         _n, _c, height, width, _f, size, _stride, pad = case.shape.values()
@@ -72,38 +103,42 @@ class Conv2d(Operator):
             scalars={"stride": float(stride), "pad": float(pad)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         n, c, height, width, f, size, _stride, _pad = case.shape.values()
         x, w = normal((n, c, height, width), generator), normal((f, c, size, size), generator)
         w /= (c * size * size) ** 0.5
-        if regime == "spikes":
+        if input_distribution == "spikes":
             x = spiked(x, generator, count=max(1, x.numel() // 1024), size=50.0)
             w = spiked(w, generator, count=max(1, f // 16), size=4.0)
-        elif regime == "shifted":
+        elif input_distribution == "shifted":
             x += SHIFT
             w += SHIFT / 2 / (c * size * size) ** 0.5
-        elif regime == "large_magnitude":
+        elif input_distribution == "large_magnitude":
             x *= LARGE[case.dtype]
-        elif regime == "borders":
+        elif input_distribution == "borders":
             for row, column in ((0, slice(None)), (-1, slice(None)), (slice(None), 0), (slice(None), -1)):
                 x[:, :, row, column] *= BORDER
+        elif input_distribution == "plain":
+            x = plain(x, generator)
+            x[..., width // 2 :] *= TINY[case.dtype]
+            w[3::4] *= TINY[case.dtype]
         dtype = torch_dtype(case.dtype)
         return {"x": x.to(dtype), "w": w.to(dtype)}
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"y": convolve(case, inputs["x"].double(), inputs["w"].double())}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         # Products of fp16 or bf16 numbers are exact in fp32: this is what tensor cores with fp32 accumulators compute.
         return {"y": convolve(case, inputs["x"].float(), inputs["w"].float()).to(inputs["x"].dtype)}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         squares = convolve(case, inputs["x"].double().square_(), inputs["w"].double().square_())
         terms = case.shape["C"] * case.shape["K"] ** 2
         unit = summation_variance(squares, expected["y"], terms).sqrt_().mul_(UNIT_ROUNDOFF["fp32"])
         return {"y": unit.add_(output_rounding(case.dtype, expected["y"]))}
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         n, c, _height, _width, f, _size, _stride, _pad = case.shape.values()
         x, w = inputs["x"], inputs["w"]
         images, images_back = permutation(n, generator, x)
@@ -122,7 +157,7 @@ class Conv2d(Operator):
             "w": w.index_select(0, filters).index_select(1, channels).mul_(filter_signs * channel_signs),
         }, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         n, c, height, width, _f, size, stride, pad = case.shape.values()
         rows, columns = output_size(case)
 
@@ -132,7 +167,7 @@ class Conv2d(Operator):
             return min(max(start + random_index(size, generator), 0), min(start + size, length) - 1)
 
         where = (random_index(n, generator), random_index(c, generator), touched(rows, height), touched(columns, width))
-        return {"x": nudged(inputs["x"], where, factor=NUDGE), "w": inputs["w"]}
+        return {"x": perturbed(inputs["x"], where, factor=PERTURBATION), "w": inputs["w"]}
 
     def flops(self, case: KernelCase) -> float:
         n, c, _height, _width, f, size, _stride, _pad = case.shape.values()

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.operators import evaluation, examination, open_inputs, open_symmetry
-from pytest_klineage.operators.base import DEFAULT_REGIME
-from pytest_klineage.operators.defined import DEFAULT_DTYPES, GENERATOR, Allclose, DefinedOperator, Function, Place
+from pytest_klineage.operators import evaluation, examination, further, open_inputs, open_symmetry
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
+from pytest_klineage.operators.defined import DEFAULT_DTYPES, GENERATOR, Allclose, CallSite, DefinedOperator, Function
+from pytest_klineage.operators.movement import MOVES
 from pytest_klineage.records import KernelCase, Option
 
 if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors, Undo
+    from pytest_klineage.operators.tolerance import Expected
 
 
 def allclose(rtol: float = 0.0, atol: float = 0.0) -> Allclose:
@@ -38,6 +40,8 @@ def operator(
     options: Mapping[str, Sequence[Option]] | None = None,
     flops: str | int = 0,
     min_bytes: str | int | None = None,
+    may_ignore: Sequence[str] = (),
+    defaults: bool | Sequence[str] = True,
     name: str = "",
 ) -> Callable[[Function], OpenOperator]:
     """Make an operator of the function below: its definition, in PyTorch, with the inputs as parameters.
@@ -48,6 +52,10 @@ def operator(
     definition itself makes in the case's precision.
     options: allowed values by keyword-only parameter, the default first; needed for strings, possible for numbers.
     flops, min_bytes: what the function needs at least, as a formula over axes such as "2*M*N*K".
+    may_ignore: inputs that need not change an output; by default a case in which one does not is refused. And options
+    that a kernel need not heed: it is made for the case's own value.
+    defaults: which of the further distributions "large", "small", "shifted", "mixed", "constant", "zeros" kernels are
+    checked with, where the definition allows it; False for none.
     name: in tables, and for `op="file.py:name"`; default: the function's.
 
     Keyword-only parameters with a default are options of a case; those without one are axes. Raises UsageError with
@@ -55,13 +63,13 @@ def operator(
     """
 
     caller = sys._getframe(1)
-    place = Place(Path(caller.f_code.co_filename), caller.f_lineno, caller.f_globals)
+    call_site = CallSite(Path(caller.f_code.co_filename), caller.f_lineno, caller.f_globals)
 
     def define(function: Function) -> OpenOperator:
         return OpenOperator(
-            place,
+            call_site,
             function, signature, dtypes=dtypes, tolerance=tolerance, options=options or {}, flops=flops,
-            num_bytes=min_bytes, name=name,
+            num_bytes=min_bytes, may_ignore=may_ignore, defaults=defaults, name=name,
         )  # fmt: skip
 
     if callable(signature):
@@ -79,6 +87,9 @@ class OpenOperator(DefinedOperator):
     def __repr__(self) -> str:
         return f'<operator {self.name} "{self.line.text}">'
 
+    def explanation(self) -> str:
+        return f"{self.line.text}, by this definition:\n\n```python\n{inspect.getsource(self.function).strip()}\n```"
+
     def inputs(self, name: str) -> Callable[[Function], Function]:
         """Name another distribution of the inputs, or replace the "default" one, by the function below.
 
@@ -90,11 +101,11 @@ class OpenOperator(DefinedOperator):
 
         def add(function: Function) -> Function:
             self._check_parameters(function, f"the distribution {name!r}")
-            regime = DEFAULT_REGIME if name == "default" else name
-            if regime in self.distributions:
+            input_distribution = DEFAULT_DISTRIBUTION if name == "default" else name
+            if input_distribution in self.distributions:
                 raise self.error(UsageError(f"there are two distributions {name!r}"), function)
-            self.distributions[regime] = function
-            self.regimes = tuple(dict.fromkeys([*self.regimes, regime]))
+            self.distributions[input_distribution] = function
+            self.input_distributions = tuple(dict.fromkeys([*self.input_distributions, input_distribution]))
             return function
 
         return add
@@ -116,17 +127,28 @@ class OpenOperator(DefinedOperator):
             if parameter not in known:
                 raise self.error(UnknownName(f"parameter of {what} of {self.name}", parameter, known), function)
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
-        return open_inputs.draw(self, case, generator, regime)
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
+        return open_inputs.draw(self, case, generator, input_distribution)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return evaluation.evaluate(self, case, inputs, in_float64=True)
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return evaluation.evaluate(self, case, inputs, in_float64=False)
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         return evaluation.error_scales(self, case, expected)
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return further.names(self, case)
+
+    def further_case(self, case: KernelCase, name: str) -> KernelCase:
+        return further.other_options(self, case).get(name, case)
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Expected] | str:
+        return further.problem(self, case, name, generator, wrong)
 
     def has_symmetry(self, case: KernelCase) -> bool:
         return self.symmetry_function is not None or bool(self.permutable_axes(case))
@@ -137,16 +159,19 @@ class OpenOperator(DefinedOperator):
             self.symmetric[case.id] = open_symmetry.find_axes(self, case)
         return self.symmetric[case.id]
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         if self.symmetry_function is not None:
             return open_symmetry.declared(self, case, inputs, generator)
         return open_symmetry.permuted(self, self.permutable_axes(case), inputs, generator)
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         return open_inputs.one_redrawn(self, case, inputs, generator)
 
     def examine(self, case: KernelCase, inputs: Tensors) -> list[str]:
         return examination.examine(self, case, inputs)
+
+    def calls_only_moves(self, case: KernelCase) -> bool:
+        return case.id in self.called and self.called[case.id] <= MOVES
 
     def object_to(self, findings: Sequence[str]) -> None:
         if findings:

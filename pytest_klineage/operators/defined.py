@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Operator
+from pytest_klineage.operators.changes import CHANGES
 from pytest_klineage.operators.signature_line import Formula, SignatureLine, formula, parse_signature
 from pytest_klineage.records import DTYPES, Definition, KernelCase, Option, Signature, definition_digest
 
@@ -42,7 +43,7 @@ class Allclose:
 
 
 @dataclass(frozen=True)
-class Place:
+class CallSite:
     """Where `operator` was called."""
 
     file: Path
@@ -59,43 +60,49 @@ class DefinedOperator(Operator):
     """What a definition says: its tensors, axes, options, types and costs, and where it stands. It computes nothing."""
 
     single_numbers = True
+    counts_errors = True
 
     # A user's operators differ by instance, the shipped ones by class.
     name: str  # type: ignore[misc]  # see above
     axes: tuple[str, ...]  # type: ignore[misc]  # see above
     options: dict[str, tuple[Option, ...]]  # type: ignore[misc]  # see above
     dtypes: tuple[str, ...]  # type: ignore[misc]  # see above
-    regimes: tuple[str, ...]  # type: ignore[misc]  # see above
+    input_distributions: tuple[str, ...]  # type: ignore[misc]  # see above
 
     def __init__(
-        self, place: Place, function: Function, signature: str, *, dtypes: Sequence[str], tolerance: Any,
+        self, call_site: CallSite, function: Function, signature: str, *, dtypes: Sequence[str], tolerance: Any,
         options: Mapping[str, Sequence[Option]], flops: str | int, num_bytes: str | int | None, name: str,
+        may_ignore: Sequence[str] = (), defaults: bool | Sequence[str] = True,
     ) -> None:  # fmt: skip
         if not inspect.isfunction(function):
             raise UsageError(f"@operator stands before a function, not before {function!r}")
         self.function = function
         self.__doc__, self.__wrapped__ = function.__doc__, function
         self.name = name or function.__name__
-        self.place, self.file = place, place.file
-        here = function.__code__.co_filename == str(place.file)
-        self.line_number = function.__code__.co_firstlineno if here else place.line
-        MADE.setdefault((str(place.file), self.name), []).append(self)
+        self.call_site, self.file = call_site, call_site.file
+        here = function.__code__.co_filename == str(call_site.file)
+        self.line_number = function.__code__.co_firstlineno if here else call_site.line
+        MADE.setdefault((str(call_site.file), self.name), []).append(self)
         self.distributions: dict[str, Function] = {}
         self.symmetry_function: Function | None = None
-        self.regimes = (DEFAULT_REGIME,)
+        self.input_distributions = (DEFAULT_DISTRIBUTION,)
         self.symmetric: dict[str, tuple[str, ...]] = {}
         """By case, the axes that were found to be permutable."""
+        self.called: dict[str, frozenset[str]] = {}
+        """By case, the framework's operators that the definition was seen to call; views are left out."""
         try:
             self.line: SignatureLine = parse_signature(signature)
             keywords = keyword_parameters(function, [tensor.name for tensor in self.line.inputs])
             self._keywords = tuple(item.name for item in keywords)
-            self._free = read_options(self, keywords, options)
+            self.free = read_options(self, keywords, options)
             needed = [item.name for item in keywords if item.default is inspect.Parameter.empty]
             late = {*needed, *self.options} - self.line.bare
             self.axes = tuple(dict.fromkeys([*(name for name in self.line.names if name not in late), *needed]))
             self.dtypes = read_dtypes(dtypes)
             self.tolerances: dict[str, Allclose] = read_tolerances(tolerance, self.line)
             self._flops, self._bytes = self._size(flops), None if num_bytes is None else self._size(num_bytes)
+            self.may_ignore = read_names(may_ignore, self)
+            self.defaults = read_defaults(defaults)
             if not self.name.isidentifier():
                 raise UsageError(f"the name of an operator is an identifier, got {self.name!r}")
         except UsageError as error:
@@ -116,10 +123,10 @@ class DefinedOperator(Operator):
         return UsageError(f"{shown(self.file)}:{line or self.line_number}: operator {self.name}: {error}")
 
     def check_option(self, name: str, value: Option) -> None:
-        if name not in self._free:
+        if name not in self.free:
             super().check_option(name, value)
-        elif type(value) is not type(self.options[name][0]) and not (self._free[name] is float and type(value) is int):
-            kind = self._free[name].__name__
+        elif type(value) is not type(self.options[name][0]) and not (self.free[name] is float and type(value) is int):
+            kind = self.free[name].__name__
             raise UsageError(f"the option {name} of {self.name} takes a value of type {kind}, got {value!r}")
 
     def least_size(self, axis: str) -> int:
@@ -228,6 +235,25 @@ def literal_values(annotation: Any) -> tuple[Option, ...]:
         # The text of an annotation in the user's own file, which has been executed already.
         annotation = eval(annotation.removeprefix("typing."), {"Literal": Literal})
     return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def read_names(names: Sequence[str], target: DefinedOperator) -> frozenset[str]:
+    """Names of inputs and options. Raises UnknownName."""
+    known = [*(tensor.name for tensor in target.line.inputs), *target.options]
+    for name in names:
+        if name not in known:
+            raise UnknownName("input or option in may_ignore=", name, known)
+    return frozenset(names)
+
+
+def read_defaults(given: bool | Sequence[str]) -> tuple[str, ...]:
+    """Names of the further distributions that are wanted. Raises UnknownName."""
+    if isinstance(given, bool):
+        return tuple(CHANGES) if given else ()
+    for name in given:
+        if name not in CHANGES:
+            raise UnknownName("distribution in defaults=", name, CHANGES)
+    return tuple(dict.fromkeys(given))
 
 
 def read_dtypes(dtypes: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ Numbers are float64 and lie on the generator's device.
 
 from __future__ import annotations
 
+import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +18,12 @@ TORCH_DTYPES = {
     "bool": "bool",
 }  # fmt: skip
 
+CHUNK = 1 << 18
+"""Normal numbers that one generator draws on a CPU: drawing is serial, so that a tensor's chunks are drawn together."""
+
+TINY = {"fp32": 2.0**-40, "bf16": 2.0**-40, "fp16": 2.0**-10}
+"""Factor of the small part of the plain input distribution: a product of two such numbers is still no zero."""
+
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch data type of a short name such as "bf16"."""
@@ -26,10 +34,28 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Standard normal numbers."""
+    """Standard normal numbers. Which they are does not depend on the number of threads."""
     import torch
 
+    if generator.device.type == "cpu" and math.prod(shape) > CHUNK:
+        return normal_in_chunks(shape, generator)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=generator.device)
+
+
+def normal_in_chunks(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """The same on a CPU, each chunk from a generator of its own, in as many threads as torch may use."""
+    import torch
+
+    values = torch.empty(shape, dtype=torch.float64)
+    chunks = torch.split(values.view(-1), CHUNK)
+    seeds = torch.randint(1 << 62, (len(chunks),), generator=generator).tolist()
+
+    def fill(chunk: torch.Tensor, seed: int) -> None:
+        chunk.normal_(generator=torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, chunks, seeds))
+    return values
 
 
 def uniform(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -46,6 +72,25 @@ def spiked(values: torch.Tensor, generator: torch.Generator, *, count: int, size
     flat = values.view(-1)
     where = torch.randint(flat.numel(), (count,), generator=generator, device=generator.device)
     flat[where] = size * (1 + uniform((count,), generator)) * signs((count,), generator)
+    return values
+
+
+def plain(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`values` (contiguous, changed in place) as data often is: half zeros, a quarter plus or minus one, rows alike.
+
+    Every fourth row is its predecessor but for one element. What looks for padding, or knows a row by its first
+    numbers, is wrong there.
+    """
+    import torch
+
+    kind = uniform(tuple(values.shape), generator)
+    values.copy_(torch.where(kind < 0.25, signs(tuple(values.shape), generator), values))
+    values[kind >= 0.5] = 0
+    rows = values.view(-1, values.shape[-1])
+    alike = torch.arange(1, len(rows), 4, device=values.device)
+    where = torch.randint(rows.shape[1], alike.shape, generator=generator, device=generator.device)
+    rows[alike] = rows[alike - 1]
+    rows[alike, where] = normal(tuple(alike.shape), generator)
     return values
 
 
@@ -74,7 +119,7 @@ def random_index(size: int, generator: torch.Generator) -> int:
     return int(torch.randint(size, (1,), generator=generator, device=generator.device))
 
 
-def nudged(values: torch.Tensor, where: tuple[int, ...], *, factor: float = 1.0) -> torch.Tensor:
+def perturbed(values: torch.Tensor, where: tuple[int, ...], *, factor: float = 1.0) -> torch.Tensor:
     """A copy in which one element has the other sign and a magnitude just above `factor` times the largest one."""
     changed = values.clone()
     size = factor * float(values.abs().max()) + 1.0

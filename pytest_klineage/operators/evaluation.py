@@ -62,11 +62,11 @@ def call(operator: DefinedOperator, case: KernelCase, arguments: Sequence[Any], 
             return operator.function(*arguments, **named)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a user's code may raise anything; it becomes one error with its line
+    except (Exception, SystemExit) as error:  # a user's code may raise anything; it becomes one error with its line
         raise failure(operator, error, arguments) from None
 
 
-def failure(operator: DefinedOperator, error: Exception, arguments: Sequence[Any]) -> UsageError:
+def failure(operator: DefinedOperator, error: BaseException, arguments: Sequence[Any]) -> UsageError:
     """What a definition raised, with the line of the user's file that it came from."""
     lines = [
         frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(operator.file)
@@ -116,8 +116,8 @@ def is_float(dtype: str) -> bool:
 def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors) -> Tensors:
     """Per element, the unit in which errors are measured, in float64.
 
-    By default half a unit in the last place of the output's type, at the size of the element plus that of its row (root
-    of the mean square): sums that cancel err by what their terms were. Integers count by one; a declared tolerance is
+    By default half a unit in the last place of the output's type, at the size of the element plus that of its row: sums
+    that cancel err by what their terms were. Integers count by one; a declared tolerance is
     its own unit.
     """
     import torch
@@ -128,8 +128,8 @@ def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors)
         if (tolerance := operator.tolerances.get(spec.name)) is not None:
             scale = values.double().abs().mul_(tolerance.rtol).add_(tolerance.atol).clamp_min_(1e-300)
         elif is_float(spec.dtype):
-            scale = row_magnitude(values).add(values.abs()).mul_(UNIT_ROUNDOFF[spec.dtype])
-            scale = scale.add_(HALF_SMALLEST[spec.dtype])
+            scale = values.abs().add_(usual_magnitude(values)).mul_(UNIT_ROUNDOFF[spec.dtype])
+            scale.add_(HALF_SMALLEST[spec.dtype])
         else:
             scale = torch.ones_like(values, dtype=torch.float64)
         scales[spec.name] = scale
@@ -138,15 +138,26 @@ def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors)
 
 def row_magnitude(values: torch.Tensor) -> torch.Tensor:
     """Root of the mean square of every row, in a shape that broadcasts with `values`; of finite elements."""
+    return row_mean(values.nan_to_num(0.0, 0.0, 0.0).square_()).sqrt_()
+
+
+def usual_magnitude(values: torch.Tensor) -> torch.Tensor:
+    """The same, at most twice the mean magnitude: a few huge elements do not excuse errors of all others."""
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    magnitude = row_mean(finite.square()).sqrt_()
+    return magnitude.minimum(row_mean(finite.abs_()).mul_(2))
+
+
+def row_mean(values: torch.Tensor) -> torch.Tensor:
+    """Mean of every row, in a shape that broadcasts with `values`."""
     if not values.dim():
-        return values.abs().nan_to_num(0.0, 0.0, 0.0)
+        return values.clone()
     first, elements = values.dim() - 1, values.shape[-1]
     while elements < ROW_ELEMENTS and first > 0:
         first -= 1
         elements *= values.shape[first]
-    squares = values.nan_to_num(0.0, 0.0, 0.0).square()
-    mean: torch.Tensor = squares.mean(dim=tuple(range(first, values.dim())), keepdim=True)
-    return mean.sqrt_()
+    mean: torch.Tensor = values.mean(dim=tuple(range(first, values.dim())), keepdim=True)
+    return mean
 
 
 @contextmanager

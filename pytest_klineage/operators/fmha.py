@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
-from pytest_klineage.operators.distributions import normal, nudged, permutation, random_index, signs, torch_dtype
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
+from pytest_klineage.operators.distributions import (
+    TINY,
+    normal,
+    permutation,
+    perturbed,
+    plain,
+    random_index,
+    signs,
+    torch_dtype,
+)
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
 from pytest_klineage.records import KernelCase, Option, Signature, TensorSpec
 from pytest_klineage.records.signature import permuted
@@ -18,7 +27,7 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
-"""Factor of v in the large-magnitude regime; o is an average of v, so it cannot overflow."""
+"""Factor of v in the large-magnitude input distribution; o is an average of v, so it cannot overflow."""
 
 MEMORY_ORDER = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 
@@ -43,14 +52,25 @@ class Fmha(Operator):
         "window": (0, 16, 128, 512, 1024, 2048, 4096),
     }
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (
-        DEFAULT_REGIME,
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
         "peaky",
         "overflowing_scores",
         "shifted",
         "large_magnitude",
         "needles",
+        "plain",
     )
+    family: ClassVar[str] = "products of tiles"
+    aliases: ClassVar[tuple[str, ...]] = ("attention",)
+    gpu_reference: ClassVar[str] = "vendor"
+    published: ClassVar[Cases] = {"gpu": ((8, 64, 2048, 128), "fp16", {}), "cpu": ((1, 8, 512, 64), "fp32", {})}
+    small: ClassVar[Cases] = {"gpu": ((1, 2, 256, 128), "fp16", {}), "cpu": ((1, 2, 64, 32), "fp32", {})}
+    tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys("qkvo", ("B", "H", "S", "D"))
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        causal = self.option(case, "causal")
+        return f"return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal={causal})"
 
     def validate(self, case: KernelCase) -> None:
         heads, group = case.shape["H"], self._group(case)
@@ -88,21 +108,24 @@ class Fmha(Operator):
         batch, heads, length, width = case.shape.values()
         return (batch, heads, length, width), (batch, heads // self._group(case), length, width)
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         queries, keys = self._shapes(case)
         q, k, v = normal(queries, generator), normal(keys, generator), normal(keys, generator)
-        if regime == "peaky":
+        if input_distribution == "peaky":
             q *= 8.0
-        elif regime == "overflowing_scores":
+        elif input_distribution == "overflowing_scores":
             # Scores beyond 88, where exp leaves fp32, in nearly every row: only a subtracted maximum keeps them finite.
             q *= 64.0
-        elif regime == "shifted":
+        elif input_distribution == "shifted":
             k += 2.0
             v += 1.0
-        elif regime == "large_magnitude":
+        elif input_distribution == "large_magnitude":
             v *= LARGE[case.dtype]
-        elif regime == "needles":
+        elif input_distribution == "needles":
             plant_needles(q, k, v, generator)
+        elif input_distribution == "plain":
+            q, k, v = (plain(tensor, generator) for tensor in (q, k, v))
+            v[..., 3::4] *= TINY[case.dtype]
         dtype = torch_dtype(case.dtype)
         return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
 
@@ -114,7 +137,7 @@ class Fmha(Operator):
             out.copy_(self._weights(case, self._scores(case, q.double(), k.double())) @ v.double())
         return {"o": o}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch
 
         o = torch.empty_like(inputs["q"], memory_format=torch.contiguous_format)
@@ -147,7 +170,7 @@ class Fmha(Operator):
             return torch.arange(1, length + 1, device=like.device).clamp_(max=most)[:, None]
         return torch.full((length, 1), length, device=like.device)
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         import torch
 
         # o = sum_j p_j v_j. An error e_j of score j moves o by p_j (v_j - o) e_j; rounding a weight to the case's type
@@ -169,7 +192,7 @@ class Fmha(Operator):
             out.copy_(variance.add_(rounded).sqrt_())
         return {"o": unit.add_(output_rounding(case.dtype, expected["o"]))}
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         queries, keys = self._shapes(case)
         batch, heads, length, width = keys
         sets = batch * heads  # of the query heads that share a key head
@@ -179,17 +202,17 @@ class Fmha(Operator):
         value_signs = signs((sets, 1, 1, width), generator).to(q)
         q, k, v = (tensor.index_select(0, order) for tensor in (q, k, v))
         if not self.option(case, "causal"):
-            places, _ = permutation(length, generator, k)
-            k, v = k.index_select(2, places), v.index_select(2, places)
+            positions, _ = permutation(length, generator, k)
+            k, v = k.index_select(2, positions), v.index_select(2, positions)
 
         def undo(outputs: Tensors) -> Tensors:
             o = outputs["o"].reshape(sets, -1, length, width) * value_signs
             return {"o": o.index_select(0, back).view(queries)}
 
-        disguised = {"q": q.mul_(inner_signs), "k": k.mul_(inner_signs), "v": v.mul_(value_signs)}
-        return {name: tensor.view(queries if name == "q" else keys) for name, tensor in disguised.items()}, undo
+        transformed = {"q": q.mul_(inner_signs), "k": k.mul_(inner_signs), "v": v.mul_(value_signs)}
+        return {name: tensor.view(queries if name == "q" else keys) for name, tensor in transformed.items()}, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         batch, heads, length, width = case.shape.values()
         entry, head = random_index(batch, generator), random_index(heads, generator)
         query, shared = random_index(length, generator), head // self._group(case)
@@ -198,7 +221,7 @@ class Fmha(Operator):
         start = max(0, end - (self._window(case) or end))
         seen = inputs["k"][entry, shared, start:end].double() @ inputs["q"][entry, head, query].double()
         where = (entry, shared, start + int(seen.argmax()), random_index(width, generator))
-        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
 
     def flops(self, case: KernelCase) -> float:
         batch, heads, length, width = case.shape.values()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import (
     normal,
-    nudged,
     permutation,
+    perturbed,
     random_index,
     signs,
     spiked,
     torch_dtype,
     uniform,
 )
-from pytest_klineage.operators.gdn_chunked import Problem, chunked, joined, rounding_variance, sequential
+from pytest_klineage.operators.gdn_chunked import GatedDeltaRule, chunked, joined, rounding_variance, sequential
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
 from pytest_klineage.records import KernelCase, Option, Signature
 from pytest_klineage.records.signature import dense
@@ -27,12 +27,25 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 LARGE = {"fp32": 1e12, "fp16": 64.0, "bf16": 1e12}
-"""Factor of v in the large-values regime; o and the state are at most about as large as v."""
+"""Factor of v in the large-values input distribution; o and the state are at most about as large as v."""
 
 SEQUENTIAL_TOKENS = 1024
 """Up to here the oracle is the definition, token by token; above, it is the chunk form, in float64 both times."""
 
 ORACLE_CHUNK = 64
+
+IN_TORCH = """\
+repeat = v.shape[1] // q.shape[1]
+q, k = (one.float().repeat_interleave(repeat, dim=1) for one in (q, k))
+state = {state}
+rows = []
+for t in range(v.shape[0]):
+    state = state * torch.exp(g[t])[:, None, None]
+    delta = beta[t][:, None] * (v[t].float() - torch.einsum("hkv,hk->hv", state, k[t]))
+    state = state + k[t][:, :, None] * delta[:, None, :]
+    rows.append({scale} * torch.einsum("hkv,hk->hv", state, q[t]))
+return torch.stack(rows).to(v.dtype), state"""
+"""The recurrence, token by token."""
 
 
 class Gdn(Operator):
@@ -47,7 +60,33 @@ class Gdn(Operator):
     axes: ClassVar[tuple[str, ...]] = ("HQK", "HV", "D", "C", "T")
     options: ClassVar[dict[str, tuple[Option, ...]]] = {"initial_state": (False, True)}
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero", "large_values", "spikes")
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
+        "strong_gates",
+        "gates_near_zero",
+        "large_values",
+        "spikes",
+    )
+    family: ClassVar[str] = "products of tiles"
+    aliases: ClassVar[tuple[str, ...]] = ("gated_delta_net",)
+    drawn_in_torch: ClassVar[dict[str, str]] = {
+        "q": "torch.nn.functional.normalize({}, dim=-1)",
+        "k": "torch.nn.functional.normalize({}, dim=-1)",
+        "g": "torch.nn.functional.logsigmoid({})",
+        "beta": "torch.sigmoid({})",
+    }
+    gpu_reference: ClassVar[str] = "flashinfer"
+    published: ClassVar[Cases] = {
+        "gpu": ((16, 48, 128, 64, 4096), "bf16", {}),
+        "cpu": ((4, 12, 64, 64, 512), "fp32", {}),
+    }
+    small: ClassVar[Cases] = {"gpu": ((1, 3, 128, 64, 192), "bf16", {}), "cpu": ((1, 3, 32, 16, 96), "fp32", {})}
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        state = "v.new_zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float32)"
+        if self.option(case, "initial_state"):
+            state = "state0.float()"
+        return IN_TORCH.format(state=state, scale=repr(case.shape["D"] ** -0.5))
 
     def validate(self, case: KernelCase) -> None:
         if case.shape["HV"] % case.shape["HQK"]:
@@ -64,16 +103,16 @@ class Gdn(Operator):
             scalars={"scale": width**-0.5, "chunk": float(chunk)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         import torch
 
         key_heads, heads, width, _chunk, tokens = case.shape.values()
         q, k = normal((tokens, key_heads, width), generator), normal((tokens, key_heads, width), generator)
         v = normal((tokens, heads, width), generator)
-        if regime == "spikes":
+        if input_distribution == "spikes":
             q, k = (spiked(tensor, generator, count=max(1, tokens // 16), size=50.0) for tensor in (q, k))
             v = spiked(v, generator, count=max(1, tokens // 16), size=50.0)
-        elif regime == "large_values":
+        elif input_distribution == "large_values":
             v *= LARGE[case.dtype]
         q, k = (tensor / tensor.norm(dim=-1, keepdim=True) for tensor in (q, k))
         dtype = torch_dtype(case.dtype)
@@ -81,7 +120,7 @@ class Gdn(Operator):
             "q": q.to(dtype),
             "k": k.to(dtype),
             "v": v.to(dtype),
-            "g": gates(regime, tokens, heads, generator).float(),
+            "g": gates(input_distribution, tokens, heads, generator).float(),
             "beta": torch.sigmoid(normal((tokens, heads), generator)).float(),
         }
         if self.option(case, "initial_state"):
@@ -100,7 +139,7 @@ class Gdn(Operator):
             o, state = joined(form.o, tokens), form.state
         return {"o": o.transpose(0, 1).contiguous(), "state": state}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch
 
         dtype = inputs["v"].dtype
@@ -109,7 +148,7 @@ class Gdn(Operator):
         o = joined(form.o, case.shape["T"]).transpose(0, 1)
         return {"o": o.to(dtype).contiguous(), "state": form.state}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         import torch
 
         fp32, width = UNIT_ROUNDOFF["fp32"] ** 2, case.shape["D"]
@@ -122,16 +161,16 @@ class Gdn(Operator):
             "state": state.sqrt_().add_(output_rounding("fp32", expected["state"])),
         }
 
-    def _problem(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> Problem:
+    def _problem(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> GatedDeltaRule:
         key_heads, heads, width, _chunk, _tokens = case.shape.values()
         q, k = (inputs[name].to(dtype).repeat_interleave(heads // key_heads, dim=1) for name in "qk")
         v, g, beta = (inputs[name].to(dtype).transpose(0, 1) for name in ("v", "g", "beta"))
         state = inputs["state0"].to(dtype) if "state0" in inputs else v.new_zeros(heads, width, width)
-        return Problem(
+        return GatedDeltaRule(
             q=q.transpose(0, 1), k=k.transpose(0, 1), v=v, g=g, beta=beta, state=state, scale=width**-0.5
         )  # fmt: skip
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         import torch
 
         key_heads, heads, width, _chunk, _tokens = case.shape.values()
@@ -148,7 +187,7 @@ class Gdn(Operator):
         value_signs = signs((heads, width), generator).to(v)
         rows = key_signs.repeat_interleave(group, dim=0).float()
         flips = rows[:, :, None] * value_signs.float()[:, None, :]
-        disguised = {
+        transformed = {
             "q": q.index_select(1, key_order).mul_(key_signs),
             "k": k.index_select(1, key_order).mul_(key_signs),
             "v": v.index_select(1, order).mul_(value_signs),
@@ -156,7 +195,7 @@ class Gdn(Operator):
             "beta": inputs["beta"].index_select(1, order),
         }
         if "state0" in inputs:
-            disguised["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
+            transformed["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
 
         def undo(outputs: Tensors) -> Tensors:
             return {
@@ -164,18 +203,18 @@ class Gdn(Operator):
                 "state": (outputs["state"] * flips).index_select(0, back),
             }
 
-        return disguised, undo
+        return transformed, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         key_heads, heads, width, _chunk, tokens = case.shape.values()
         head = random_index(heads, generator)
-        places = [random_index(tokens, generator) for _ in range(8)]
+        positions = [random_index(tokens, generator) for _ in range(8)]
         # Of a few tokens the one whose own output reads most of what it writes.
         key_head = head // (heads // key_heads)
-        q, k = inputs["q"][places, key_head].double(), inputs["k"][places, key_head].double()
-        written = (q * k).sum(-1).abs() * inputs["beta"][places, head].double()
-        where = (places[int(written.argmax())], head, random_index(width, generator))
-        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+        q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
+        written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
+        where = (positions[int(written.argmax())], head, random_index(width, generator))
+        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
 
     def flops(self, case: KernelCase) -> float:
         _key_heads, heads, width, _chunk, tokens = case.shape.values()
@@ -183,16 +222,16 @@ class Gdn(Operator):
         return 7.0 * tokens * heads * width * width
 
 
-def gates(regime: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:
-    """Log-space gates [T,HV] of a regime."""
+def gates(input_distribution: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:
+    """Log-space gates [T,HV] of a input distribution."""
     import torch
 
     noise = normal((tokens, heads), generator)
-    if regime == "strong_gates":
+    if input_distribution == "strong_gates":
         strength = uniform((heads,), generator) * 16.0
         strength[0], strength[-1] = 0.0, 16.0
         return -strength * torch.nn.functional.softplus(0.5 * noise + 1.0)
-    if regime == "gates_near_zero":
+    if input_distribution == "gates_near_zero":
         return noise.abs_().mul_(-1e-4)
     g = torch.nn.functional.logsigmoid(noise) / 16.0
     ungated = torch.randperm(heads, generator=generator, device=g.device)[: heads // 4]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Problem:
+class GatedDeltaRule:
     """One gated delta rule in one data type. `scale` multiplies the outputs."""
 
     q: torch.Tensor
@@ -25,7 +25,7 @@ class Problem:
     state: torch.Tensor
     scale: float
 
-    def in_chunks(self, size: int) -> Problem:
+    def in_chunks(self, size: int) -> GatedDeltaRule:
         """[H,T,…] to [n,H,size,…]. Tokens that fill the last chunk change nothing: their k, v, g and beta are zero."""
         import torch
 
@@ -42,10 +42,10 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkForm:
     """The chunk form's intermediate results; everything but `state` is [n,H,…] for n chunks of C tokens."""
 
-    problem: Problem
+    problem: GatedDeltaRule
     """The problem in chunks."""
     decay: torch.Tensor
     """exp of the gates' sum from the chunk's start up to each token, [n,H,C]."""
@@ -61,7 +61,7 @@ class Chunks:
     """Outputs, [n,H,C,D]."""
 
 
-def sequential(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def sequential(problem: GatedDeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition, one token after the other, vectorised over heads: o [H,T,D] and the final state."""
     import torch
 
@@ -78,7 +78,7 @@ def sequential(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return o.squeeze(2).transpose(0, 1) * problem.scale, state
 
 
-def chunked(problem: Problem, size: int, *, operand: torch.dtype | None = None) -> Chunks:
+def chunked(problem: GatedDeltaRule, size: int, *, operand: torch.dtype | None = None) -> ChunkForm:
     """The chunk form. With `operand`, every operand of a matrix product is rounded to it, as tensor cores need."""
     import torch
 
@@ -107,7 +107,7 @@ def chunked(problem: Problem, size: int, *, operand: torch.dtype | None = None) 
         state = state * decay[chunk, :, -1, None, None] + written
     before, u = torch.stack(starts), torch.stack(updates)
     o = (product(p.q * decay[..., None], before) + product(weights, u)) * problem.scale
-    return Chunks(problem=p, decay=decay, between=between, starts=before, updates=u, state=state, o=o)
+    return ChunkForm(problem=p, decay=decay, between=between, starts=before, updates=u, state=state, o=o)
 
 
 def joined(chunks: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def joined(chunks: torch.Tensor, tokens: int) -> torch.Tensor:
     return chunks.transpose(0, 1).flatten(1, 2)[:, :tokens]
 
 
-def rounding_variance(form: Chunks, *, product: float, fp32: float) -> tuple[torch.Tensor, torch.Tensor]:
+def rounding_variance(form: ChunkForm, *, product: float, fp32: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance of the rounding errors of o [n,H,C,D] and of the final state [H,D,D].
 
     `product` is the variance of the relative error of one matrix product, `fp32` that of rounding to fp32 once. Errors

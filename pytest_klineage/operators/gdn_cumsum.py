@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import permutation, random_index
 from pytest_klineage.operators.gdn import gates
 from pytest_klineage.operators.gdn_phases import chunk_order, chunk_sums
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 MAX_EXPONENT = 4
-"""A disguise multiplies the gates of a head by up to 2**4: exact, and far from overflow."""
+"""A symmetry transform multiplies the gates of a head by up to 2**4: exact, and far from overflow."""
 
 
 class GdnCumsum(Operator):
@@ -30,7 +30,9 @@ class GdnCumsum(Operator):
     name: ClassVar[str] = "gdn_cumsum"
     axes: ClassVar[tuple[str, ...]] = ("HV", "C", "T")
     dtypes: ClassVar[tuple[str, ...]] = ("fp32",)
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero")
+    input_distributions: ClassVar[tuple[str, ...]] = (DEFAULT_DISTRIBUTION, "strong_gates", "gates_near_zero")
+    published: ClassVar[Cases] = {"gpu": ((48, 64, 4096), "fp32", {}), "cpu": ((12, 64, 4096), "fp32", {})}
+    small: ClassVar[Cases] = {"gpu": ((48, 64, 192), "fp32", {}), "cpu": ((3, 16, 96), "fp32", {})}
 
     def signature(self, case: KernelCase) -> Signature:
         heads, chunk, tokens = case.shape.values()
@@ -40,17 +42,17 @@ class GdnCumsum(Operator):
             scalars={"chunk": float(chunk)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         heads, _chunk, tokens = case.shape.values()
-        return {"g": gates(regime, tokens, heads, generator).float()}
+        return {"g": gates(input_distribution, tokens, heads, generator).float()}
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"gc": chunk_sums(inputs["g"].double(), case.shape["C"])}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"gc": chunk_sums(inputs["g"], case.shape["C"])}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         import torch
 
         _heads, chunk, tokens = case.shape.values()
@@ -60,7 +62,7 @@ class GdnCumsum(Operator):
         error = variance.sqrt_().mul_(UNIT_ROUNDOFF["fp32"])
         return {"gc": error.add_(output_rounding("fp32", expected["gc"]))}
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         import torch
 
         heads, chunk, tokens = case.shape.values()
@@ -76,7 +78,7 @@ class GdnCumsum(Operator):
 
         return {"g": g.index_select(1, order).index_select(0, tokens_order).mul_(scale)}, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         g = inputs["g"].clone()
         where = random_index(case.shape["T"], generator), random_index(case.shape["HV"], generator)
         # Still a gate: at most zero.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
-from pytest_klineage.operators.distributions import normal, nudged, random_index, signs, spiked
-from pytest_klineage.operators.gdn import LARGE
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
+from pytest_klineage.operators.distributions import normal, perturbed, random_index, signs, spiked
+from pytest_klineage.operators.gdn import LARGE, Gdn
 from pytest_klineage.operators.gdn_phases import (
     draw_gates,
     draw_keys,
@@ -17,7 +17,7 @@ from pytest_klineage.operators.gdn_phases import (
     inverses,
     joined,
 )
-from pytest_klineage.operators.gdn_walk import Chunks, walk, walk_variance
+from pytest_klineage.operators.gdn_walk import ChunkedInputs, walk, walk_variance
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
 from pytest_klineage.records import KernelCase, Option, Signature
 from pytest_klineage.records.signature import dense
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from pytest_klineage.operators.base import Tensors, Undo
 
-NUDGE_PLACES = 8
+PERTURBED_POSITIONS = 8
 
 
 class GdnFusedFwd(Operator):
@@ -43,7 +43,15 @@ class GdnFusedFwd(Operator):
     axes: ClassVar[tuple[str, ...]] = ("HQK", "HV", "D", "C", "T")
     options: ClassVar[dict[str, tuple[Option, ...]]] = {"initial_state": (False, True)}
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero", "large_values", "spikes")
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
+        "strong_gates",
+        "gates_near_zero",
+        "large_values",
+        "spikes",
+    )
+    published: ClassVar[Cases] = Gdn.published
+    small: ClassVar[Cases] = Gdn.small
 
     def validate(self, case: KernelCase) -> None:
         if case.shape["HV"] % case.shape["HQK"]:
@@ -61,17 +69,17 @@ class GdnFusedFwd(Operator):
             scalars={"scale": width**-0.5, "chunk": float(chunk)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         import torch
 
         _key_heads, heads, width, _chunk, tokens = case.shape.values()
-        q, k = (in_dtype(case, draw_keys(case, generator, regime)) for _ in range(2))
+        q, k = (in_dtype(case, draw_keys(case, generator, input_distribution)) for _ in range(2))
         v = normal((tokens, heads, width), generator)
-        if regime == "spikes":
+        if input_distribution == "spikes":
             v = spiked(v, generator, count=max(1, tokens // 16), size=50.0)
-        elif regime == "large_values":
+        elif input_distribution == "large_values":
             v *= LARGE[case.dtype]
-        gates = draw_gates(case, generator, regime)
+        gates = draw_gates(case, generator, input_distribution)
         solved = joined(inverses(case, {"k": k, **gates}, torch.float64), tokens)
         inputs = {"q": q, "k": k, "v": in_dtype(case, v), "inverse": in_dtype(case, solved), **gates}
         if self.option(case, "initial_state"):
@@ -84,14 +92,14 @@ class GdnFusedFwd(Operator):
         form = walk(self._chunks(case, inputs, torch.float64))
         return {"o": joined(form.o, case.shape["T"]), "state": form.state}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch
 
         dtype = inputs["v"].dtype
         form = walk(self._chunks(case, inputs, torch.float32), operand=None if dtype == torch.float32 else dtype)
         return {"o": joined(form.o, case.shape["T"]).to(dtype), "state": form.state}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         import torch
 
         fp32 = UNIT_ROUNDOFF["fp32"] ** 2
@@ -102,18 +110,18 @@ class GdnFusedFwd(Operator):
             "state": state.sqrt_().add_(output_rounding("fp32", expected["state"])),
         }
 
-    def _chunks(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> Chunks:
+    def _chunks(self, case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> ChunkedInputs:
         key_heads, heads, width, size, _tokens = case.shape.values()
         split = {name: in_chunks(inputs[name].to(dtype), size) for name in ("q", "k", "v", "inverse", "beta")}
         q, k = (split[name].repeat_interleave(heads // key_heads, dim=1) for name in "qk")
         v = split["v"]
         state = inputs["state0"].to(dtype) if "state0" in inputs else v.new_zeros(heads, width, width)
         sums = in_chunks(inputs["gc"].to(dtype), size, repeat_last=True)
-        return Chunks(
+        return ChunkedInputs(
             q=q, k=k, v=v, inverse=split["inverse"], sums=sums, beta=split["beta"], state=state, scale=width**-0.5
         )  # fmt: skip
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         import torch
 
         key_heads, heads, width, _chunk, _tokens = case.shape.values()
@@ -124,11 +132,11 @@ class GdnFusedFwd(Operator):
         value_signs = signs((heads, width), generator).to(v)
         rows = key_signs.repeat_interleave(heads // key_heads, dim=0).float()
         flips = rows[:, :, None] * value_signs.float()[:, None, :]
-        disguised = {name: inputs[name].index_select(1, key_order).mul_(key_signs) for name in "qk"}
-        disguised["v"] = v.index_select(1, order).mul_(value_signs)
-        disguised |= {name: inputs[name].index_select(1, order) for name in ("inverse", "gc", "beta")}
+        transformed = {name: inputs[name].index_select(1, key_order).mul_(key_signs) for name in "qk"}
+        transformed["v"] = v.index_select(1, order).mul_(value_signs)
+        transformed |= {name: inputs[name].index_select(1, order) for name in ("inverse", "gc", "beta")}
         if "state0" in inputs:
-            disguised["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
+            transformed["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
 
         def undo(outputs: Tensors) -> Tensors:
             return {
@@ -136,18 +144,18 @@ class GdnFusedFwd(Operator):
                 "state": (outputs["state"] * flips).index_select(0, back),
             }
 
-        return disguised, undo
+        return transformed, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         key_heads, heads, width, _chunk, tokens = case.shape.values()
         head = random_index(heads, generator)
-        places = [random_index(tokens, generator) for _ in range(NUDGE_PLACES)]
+        positions = [random_index(tokens, generator) for _ in range(PERTURBED_POSITIONS)]
         # Of a few tokens the one whose own output reads most of what it writes.
         key_head = head // (heads // key_heads)
-        q, k = inputs["q"][places, key_head].double(), inputs["k"][places, key_head].double()
-        written = (q * k).sum(-1).abs() * inputs["beta"][places, head].double()
-        where = (places[int(written.argmax())], head, random_index(width, generator))
-        return {**inputs, "v": nudged(inputs["v"], where, factor=16.0)}
+        q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
+        written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
+        where = (positions[int(written.argmax())], head, random_index(width, generator))
+        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
 
     def flops(self, case: KernelCase) -> float:
         key_heads, heads, width, chunk, tokens = case.shape.values()

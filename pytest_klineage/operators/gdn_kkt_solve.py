@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
-from pytest_klineage.operators.distributions import nudged, random_index, signs
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
+from pytest_klineage.operators.distributions import perturbed, random_index, signs
+from pytest_klineage.operators.gdn import Gdn
 from pytest_klineage.operators.gdn_chunked import pair_variance
 from pytest_klineage.operators.gdn_phases import (
     chunk_order,
@@ -34,7 +35,7 @@ SMALLEST_OPERAND = {"fp32": 2.0**-126, "bf16": HALF_SMALLEST["fp16"], "fp16": HA
 """Absolute error that is always allowed. Tensor cores take halves, whose small numbers have no relative precision; next
 to the ones on the diagonal it is nothing. In fp32 it is what flushing denormals to zero costs."""
 
-NUDGE_PLACES = 16
+PERTURBED_POSITIONS = 16
 
 
 class GdnKktSolve(Operator):
@@ -48,7 +49,15 @@ class GdnKktSolve(Operator):
     name: ClassVar[str] = "gdn_kkt_solve"
     axes: ClassVar[tuple[str, ...]] = ("HQK", "HV", "D", "C", "T")
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "strong_gates", "gates_near_zero", "spikes", "alike_keys")
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
+        "strong_gates",
+        "gates_near_zero",
+        "spikes",
+        "alike_keys",
+    )
+    published: ClassVar[Cases] = Gdn.published
+    small: ClassVar[Cases] = Gdn.small
 
     def validate(self, case: KernelCase) -> None:
         if case.shape["HV"] % case.shape["HQK"]:
@@ -66,22 +75,22 @@ class GdnKktSolve(Operator):
             scalars={"chunk": float(chunk)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
-        k = in_dtype(case, draw_keys(case, generator, regime))
-        return {"k": k, **draw_gates(case, generator, regime)}
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
+        k = in_dtype(case, draw_keys(case, generator, input_distribution))
+        return {"k": k, **draw_gates(case, generator, input_distribution)}
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch
 
         return {"inverse": joined(inverses(case, inputs, torch.float64), case.shape["T"])}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch
 
         solved = joined(inverses(case, inputs, torch.float32), case.shape["T"])
         return {"inverse": in_dtype(case, solved)}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         import torch
 
         key_heads, heads, width, chunk, tokens = case.shape.values()
@@ -105,7 +114,7 @@ class GdnKktSolve(Operator):
         torch.add(error, output_rounding(case.dtype, expected["inverse"]), out=error)
         return {"inverse": error}
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         import torch
 
         key_heads, heads, width, chunk, tokens = case.shape.values()
@@ -116,9 +125,9 @@ class GdnKktSolve(Operator):
         # The sign of a key turns its row and its column; signs of dimensions cancel in every product of keys.
         token_signs = signs((tokens, key_heads), generator).to(k)
         flipped = k.index_select(1, key_order).index_select(0, moved) * token_signs[..., None]
-        disguised = {"k": flipped.mul_(signs((key_heads, width), generator).to(k))}
+        transformed = {"k": flipped.mul_(signs((key_heads, width), generator).to(k))}
         for name in ("gc", "beta"):
-            disguised[name] = inputs[name].index_select(1, order).index_select(0, moved)
+            transformed[name] = inputs[name].index_select(1, order).index_select(0, moved)
         rows = token_signs.float().repeat_interleave(heads // key_heads, dim=1)
         columns = joined(in_chunks(rows, chunk)[:, :, None, :].expand(-1, -1, chunk, -1), tokens)
         flips = rows[..., None] * columns
@@ -127,21 +136,21 @@ class GdnKktSolve(Operator):
             inverse = outputs["inverse"] * flips.to(outputs["inverse"])
             return {"inverse": inverse.index_select(1, back).index_select(0, moved_back)}
 
-        return disguised, undo
+        return transformed, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         key_heads, heads, _width, chunk, tokens = case.shape.values()
         k, gc, beta = inputs["k"].double(), inputs["gc"].double(), inputs["beta"]
         best, where = -1.0, (0, 0)
         # Of some tokens the one whose row has the largest element: elsewhere a gate may hide what beta does.
-        for _ in range(NUDGE_PLACES):
+        for _ in range(PERTURBED_POSITIONS):
             token, head = random_index(tokens, generator), random_index(heads, generator)
             first, key_head = token // chunk * chunk, head // (heads // key_heads)
             seen = k[first:token, key_head] @ k[token, key_head] * (gc[token, head] - gc[first:token, head]).exp()
             size = float(seen.abs().max()) if len(seen) else 0.0
             if size > best:
                 best, where = size, (token, head)
-        return {**inputs, "beta": nudged(beta, where)}
+        return {**inputs, "beta": perturbed(beta, where)}
 
     def flops(self, case: KernelCase) -> float:
         key_heads, heads, width, chunk, tokens = case.shape.values()

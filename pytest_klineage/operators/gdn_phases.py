@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pytest_klineage.records import KernelCase
 
 ALIKE_SPREAD = 0.5
-"""Size of what tells keys of the regime alike_keys apart: two of them have a cosine of about 0.8."""
+"""Size of what tells keys of the input distribution alike_keys apart: two of them have a cosine of about 0.8."""
 
 
 def in_chunks(tensor: torch.Tensor, size: int, *, repeat_last: bool = False) -> torch.Tensor:
@@ -79,23 +79,23 @@ def inverses(case: KernelCase, inputs: Tensors, dtype: torch.dtype) -> torch.Ten
     return unit_lower_inverse(lower_system(keys, sums, in_chunks(inputs["beta"].to(dtype), size)))
 
 
-def draw_keys(case: KernelCase, generator: torch.Generator, regime: str) -> torch.Tensor:
+def draw_keys(case: KernelCase, generator: torch.Generator, input_distribution: str) -> torch.Tensor:
     """l2-normalised keys or queries [T,HQK,D] in float64."""
     key_heads, width, tokens = (case.shape[axis] for axis in ("HQK", "D", "T"))
     keys = normal((tokens, key_heads, width), generator)
-    if regime == "spikes":
+    if input_distribution == "spikes":
         keys = spiked(keys, generator, count=max(1, tokens // 16), size=50.0)
-    elif regime == "alike_keys":
+    elif input_distribution == "alike_keys":
         keys = keys.mul_(ALIKE_SPREAD).add_(normal((1, key_heads, width), generator))
     return keys.div_(keys.norm(dim=-1, keepdim=True))
 
 
-def draw_gates(case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+def draw_gates(case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
     """Sums of gates within each chunk, gc, and beta: [T,HV] fp32."""
     import torch
 
     heads, tokens = case.shape["HV"], case.shape["T"]
-    g = gates(regime, tokens, heads, generator).float()
+    g = gates(input_distribution, tokens, heads, generator).float()
     beta = torch.sigmoid(normal((tokens, heads), generator)).float()
     return {"gc": chunk_sums(g.double(), case.shape["C"]).float(), "beta": beta}
 

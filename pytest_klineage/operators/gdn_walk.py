@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkedInputs:
     """One problem in one data type, with one key head per value head."""
 
     q: torch.Tensor
@@ -31,10 +31,10 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Walked:
+class GdnResult:
     """Results, and what the error model needs of the way to them."""
 
-    chunks: Chunks
+    chunks: ChunkedInputs
     between: torch.Tensor
     """exp of the gates between tokens j and i for j <= i, else zero, [n,h,C,C]."""
     starts: torch.Tensor
@@ -48,7 +48,7 @@ class Walked:
     """State after the last chunk, [h,D,D]."""
 
 
-def walk(chunks: Chunks, *, operand: torch.dtype | None = None) -> Walked:
+def walk(chunks: ChunkedInputs, *, operand: torch.dtype | None = None) -> GdnResult:
     """Outputs and final state. With `operand`, operands of matrix products are rounded to it, as tensor cores need."""
     import torch
 
@@ -67,12 +67,12 @@ def walk(chunks: Chunks, *, operand: torch.dtype | None = None) -> Walked:
         state = state * decay[n, :, -1, None] + product(c.k[n].transpose(-1, -2), to_end[n] * updates[-1])
     before, u = torch.stack(starts), torch.stack(updates)
     o = (product(c.q, before).mul_(decay) + product(weights, u)) * c.scale
-    return Walked(
+    return GdnResult(
         chunks=c, between=between, starts=before, residuals=torch.stack(residuals), updates=u, o=o, state=state
     )  # fmt: skip
 
 
-def walk_variance(form: Walked, *, product: float, fp32: float) -> tuple[torch.Tensor, torch.Tensor]:
+def walk_variance(form: GdnResult, *, product: float, fp32: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance of the rounding errors of o [n,h,C,D] and of the final state [h,D,D].
 
     `product` is the variance of the relative error of one matrix product, `fp32` that of rounding to fp32 once. As in

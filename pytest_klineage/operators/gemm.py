@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import (
+    TINY,
     normal,
-    nudged,
     permutation,
+    perturbed,
+    plain,
     random_index,
     signs,
     spiked,
@@ -24,16 +26,17 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 LARGE = {"fp32": 1e15, "fp16": 16.0, "bf16": 1e15}
-"""Factor of the large-magnitude regime: products stay representable in the output type."""
+"""Factor of the large-magnitude input distribution: products stay representable in the output type."""
 
 SPIKE = {"fp32": 100.0, "fp16": 16.0, "bf16": 100.0}
 """Size of spikes: a nudged one times another stays below fp16's 65504."""
 
-NUDGE = 32.0
+PERTURBATION = 32.0
 """A nudge in largest elements: one term that outweighs the rounding of shifted bf16 sums up to K = 16384."""
 
 SHIFT = 1.0
-"""Mean of the shifted regime. More would bury the differences between outputs under bf16's rounding for long sums."""
+"""Mean of the shifted input distribution. More would bury the differences between outputs under bf16's rounding for
+long sums."""
 
 
 MEMORY_ORDER = {"n": (0, 1), "t": (1, 0)}
@@ -51,7 +54,18 @@ class Gemm(Operator):
     axes: ClassVar[tuple[str, ...]] = ("M", "N", "K")
     options: ClassVar[dict[str, tuple[Option, ...]]] = {"layout": ("nn", "nt", "tn", "tt")}
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16", "fp16")
-    regimes: ClassVar[tuple[str, ...]] = (DEFAULT_REGIME, "spikes", "shifted", "large_magnitude")
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION, "spikes", "shifted", "large_magnitude", "plain",
+    )  # fmt: skip
+    family: ClassVar[str] = "products of tiles"
+    aliases: ClassVar[tuple[str, ...]] = ("matmul",)
+    gpu_reference: ClassVar[str] = "cublas"
+    published: ClassVar[Cases] = {"gpu": ((4096, 4096, 4096), "bf16", {}), "cpu": ((1024, 1024, 1024), "fp32", {})}
+    small: ClassVar[Cases] = {"gpu": ((512, 512, 512), "bf16", {}), "cpu": ((64, 64, 64), "fp32", {})}
+    tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = {"a": ("M", "K"), "b": ("K", "N"), "c": ("M", "N")}
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        return "return torch.matmul(a, b)"
 
     def signature(self, case: KernelCase) -> Signature:
         m, n, k = case.shape.values()
@@ -65,33 +79,37 @@ class Gemm(Operator):
             outputs=(dense("c", case.dtype, m, n),),
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         m, n, k = case.shape.values()
         a, b = normal((m, k), generator), normal((k, n), generator)
-        if regime == "spikes":
+        if input_distribution == "spikes":
             a = spiked(a, generator, count=max(1, m // 16), size=SPIKE[case.dtype])
             b = spiked(b, generator, count=max(1, n // 16), size=SPIKE[case.dtype])
-        elif regime == "shifted":
+        elif input_distribution == "shifted":
             a += SHIFT
             b += SHIFT / 2
-        elif regime == "large_magnitude":
+        elif input_distribution == "large_magnitude":
             a *= LARGE[case.dtype]
+        elif input_distribution == "plain":
+            a, b = plain(a, generator), plain(b, generator)
+            a[3::4] *= TINY[case.dtype]
+            b[:, 3::4] *= TINY[case.dtype]
         dtype = torch_dtype(case.dtype)
         return {"a": a.to(dtype), "b": b.to(dtype)}
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"c": inputs["a"].double() @ inputs["b"].double()}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         # Products of fp16 or bf16 numbers are exact in fp32: this is what tensor cores with fp32 accumulators compute.
         return {"c": (inputs["a"].float() @ inputs["b"].float()).to(inputs["a"].dtype)}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         squares = inputs["a"].double().square_() @ inputs["b"].double().square_()
         unit = summation_variance(squares, expected["c"], case.shape["K"]).sqrt_().mul_(UNIT_ROUNDOFF["fp32"])
         return {"c": unit.add_(output_rounding(case.dtype, expected["c"]))}
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         m, n, k = case.shape.values()
         a, b = inputs["a"], inputs["b"]
         rows, back = permutation(m, generator, a)
@@ -107,10 +125,10 @@ class Gemm(Operator):
             "b": (b * column_signs).mul_(inner_signs[:, None]),
         }, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         m, _n, k = case.shape.values()
         where = (random_index(m, generator), random_index(k, generator))
-        return {"a": nudged(inputs["a"], where, factor=NUDGE), "b": inputs["b"]}
+        return {"a": perturbed(inputs["a"], where, factor=PERTURBATION), "b": inputs["b"]}
 
     def flops(self, case: KernelCase) -> float:
         m, n, k = case.shape.values()

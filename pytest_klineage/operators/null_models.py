@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Operator
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase, TensorSpec
@@ -31,7 +31,7 @@ def null_models(
     import torch
 
     outputs = operator.signature(case).outputs
-    right = operator.honest(case, inputs)
+    right = operator.baseline_output(case, inputs)
     yield "zeros", {spec.name: torch.zeros_like(right[spec.name]) for spec in outputs}
     if not operator.single_numbers or any(spec.num_elements > 1 for spec in outputs):
         yield "constant", {spec.name: torch.full_like(right[spec.name], mean(right[spec.name])) for spec in outputs}
@@ -48,25 +48,25 @@ def null_models(
 
 
 def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) -> list[str]:
-    """What makes a case not scorable, in its default regime: empty when nothing does.
+    """What makes a case not scorable, in its default input distribution: empty when nothing does.
 
     Names of accepted null models ("zeros", or "zeros:state" when that output is accepted beside right other outputs),
     "oracle not finite", and "input … does not influence outputs".
     """
-    inputs, others = (operator.make_inputs(case, generator, DEFAULT_REGIME) for _ in range(2))
+    inputs, others = (operator.make_inputs(case, generator, DEFAULT_DISTRIBUTION) for _ in range(2))
     expected = Expected(operator, case, inputs)
     findings = []
     if not all(bool(output.isfinite().all()) for output in expected.outputs.values()):
         findings.append("oracle not finite")
-    right = operator.honest(case, inputs)
+    right = operator.baseline_output(case, inputs)
     for name, outputs in null_models(operator, case, inputs, operator.oracle(case, others), generator):
         # A single number may be its own mean, and another problem's answer, by chance.
         single = {output for output in outputs if operator.single_numbers and right[output].numel() == 1}
         telling = [output for output in outputs if output not in single or name == "zeros"]
         mixtures = {f"{name}:{output}": {**right, output: outputs[output]} for output in telling if len(outputs) > 1}
         findings += [label for label, answer in {name: outputs, **mixtures}.items() if expected.accepts(answer)]
-    for name in inputs:
-        if expected.accepts(operator.honest(case, {**inputs, name: others[name]})):
+    for name in [name for name in inputs if name not in operator.may_ignore]:
+        if expected.accepts(operator.baseline_output(case, {**inputs, name: others[name]})):
             findings.append(f"input {name} does not influence outputs")
     return findings
 

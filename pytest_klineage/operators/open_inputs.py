@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pytest_klineage.operators.base import DEFAULT_REGIME
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.distributions import normal, random_index, torch_dtype
 from pytest_klineage.operators.evaluation import error_scales, is_float
 from pytest_klineage.operators.tolerance import SLACK, largest_error
@@ -23,20 +23,36 @@ OTHER_RANGE = (-100, 100)
 SIZES = (1.0, 4.0, 32.0, 32.0)
 """In largest elements, what a redrawn element may be, in turn, until an output changes visibly."""
 
+DRAWS = 8
+"""Places at which a number that is not zero is looked for."""
 
-def draw(operator: DefinedOperator, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+
+def draw(operator: DefinedOperator, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
     """Inputs of a distribution, in the signature's types. Raises UsageError for a function that returns others."""
+    return finished(operator, case, generator, input_distribution, numbers(operator, case, generator))
+
+
+def numbers(operator: DefinedOperator, case: KernelCase, generator: torch.Generator) -> Tensors:
+    """What all distributions start from: standard normal numbers in float64, integers in int64."""
     specs = operator.signature(case).inputs
-    values = {spec.name: default_values(spec, bound_of(operator, case, spec.name), generator) for spec in specs}
-    for name in dict.fromkeys((DEFAULT_REGIME, regime)):
+    return {spec.name: default_values(spec, bound_of(operator, case, spec.name), generator) for spec in specs}
+
+
+def finished(
+    operator: DefinedOperator, case: KernelCase, generator: torch.Generator, input_distribution: str, values: Tensors
+) -> Tensors:
+    """The inputs that a distribution's functions make of such numbers, which they may overwrite."""
+    specs = operator.signature(case).inputs
+    for name in dict.fromkeys((DEFAULT_DISTRIBUTION, input_distribution)):
         if function := operator.distributions.get(name):
-            values |= changed(operator, case, function, values, generator)
+            values = values | changed(operator, case, function, values, generator)
     inputs = {}
     for spec in specs:
         tensor = values[spec.name]
         if tuple(tensor.shape) != spec.shape:
-            what = f"{regime!r} returns {spec.name} with shape {tuple(tensor.shape)}, the signature says {spec.shape}"
-            raise operator.error(f"the distribution {what}", operator.distributions.get(regime))
+            shape = tuple(tensor.shape)
+            what = f"{input_distribution!r} returns {spec.name} with shape {shape}, the signature says {spec.shape}"
+            raise operator.error(f"the distribution {what}", operator.distributions.get(input_distribution))
         inputs[spec.name] = tensor.to(device=generator.device, dtype=torch_dtype(spec.dtype)).contiguous()
     return inputs
 
@@ -120,19 +136,34 @@ def is_visible(operator: DefinedOperator, case: KernelCase, before: Tensors, aft
 
 
 def redrawn(tensor: torch.Tensor, size: float, bound: int | None, generator: torch.Generator) -> torch.Tensor:
-    """A copy with one element that has the other sign and a magnitude of `size` largest ones; integers: another one."""
+    """A copy in which one element is another one.
+
+    A float gets a magnitude of `size` largest ones and the other sign. What holds of the whole tensor goes on to hold,
+    since a kernel may build on it: zeros stay zeros, no negative number comes where there was none, and a symmetric
+    matrix stays one.
+    """
     import torch
 
     copy = tensor.clone()
     flat = copy.view(-1)
-    place = random_index(flat.numel(), generator)
+    position = telling_place(flat, generator)
     if tensor.dtype is torch.bool:
-        flat[place] = not bool(flat[place])
+        flat[position] = not bool(flat[position])
     elif not tensor.is_floating_point():
-        value = int(flat[place])
-        flat[place] = (value + 1) % bound if bound is not None else value - 1 if value > 0 else value + 1
+        value = int(flat[position])
+        flat[position] = (value + 1) % bound if bound is not None else value - 1 if value > 0 else value + 1
     else:
         limit = torch.finfo(tensor.dtype).max / 2
         largest = min(size * float(tensor.double().nan_to_num(0.0, 0.0, 0.0).abs().max()) + 1.0, limit)
-        flat[place] = -largest if float(flat[place]) > 0 else largest
+        values = tensor.float() if tensor.element_size() == 1 else tensor  # 8-bit floats cannot be compared
+        flat[position] = -largest if float(flat[position]) > 0 and bool((values < 0).any()) else largest
+        if tensor.dim() > 1 and tensor.shape[-1] == tensor.shape[-2] and torch.equal(values, values.mT):
+            where = [int(index) for index in torch.unravel_index(torch.tensor(position), tensor.shape)]
+            copy[(*where[:-2], where[-1], where[-2])] = flat[position]
     return copy
+
+
+def telling_place(flat: torch.Tensor, generator: torch.Generator) -> int:
+    """The place of one element, of a float that is not zero where some draws find one."""
+    positions = [random_index(flat.numel(), generator) for _ in range(DRAWS if flat.is_floating_point() else 1)]
+    return next((position for position in positions if float(flat[position]) != 0), positions[0])

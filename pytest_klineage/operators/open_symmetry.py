@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pytest_klineage.operators.base import DEFAULT_REGIME
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.distributions import permutation
 from pytest_klineage.operators.evaluation import row_magnitude
 from pytest_klineage.operators.open_inputs import arguments_for, by_name
-from pytest_klineage.operators.signature_line import Tensor
+from pytest_klineage.operators.signature_line import TensorPattern
 from pytest_klineage.operators.tolerance import largest_error
 from pytest_klineage.records import KernelCase
 
@@ -30,7 +30,7 @@ def find_axes(operator: DefinedOperator, case: KernelCase, device: str = "") -> 
     import torch
 
     generator = torch.Generator(device or default_device()).manual_seed(SEED)
-    inputs = operator.make_inputs(case, generator, DEFAULT_REGIME)
+    inputs = operator.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
     expected = operator.oracle(case, inputs)
     found = (axis for axis in candidates(operator, case) if commutes(operator, axis, inputs, expected, generator, case))
     return tuple(found)
@@ -94,7 +94,7 @@ def permuted(
 
 
 def selected(
-    tensor: Tensor, values: torch.Tensor, orders: dict[str, tuple[torch.Tensor, torch.Tensor]], way: int
+    tensor: TensorPattern, values: torch.Tensor, orders: dict[str, tuple[torch.Tensor, torch.Tensor]], way: int
 ) -> torch.Tensor:
     """A tensor permuted along all of its axes in `orders`: there (0) or back (1)."""
     import torch

@@ -56,6 +56,13 @@ def find_operator(
     raise UnknownName("operator", wanted, [*shipped, *extensions("operators")])
 
 
+def known(name: str, shipped: Mapping[str, Operator]) -> Operator | None:
+    """The operator of this name: shipped, another package's, or of a file that this process has met."""
+    if name in shipped or name in extensions("operators"):
+        return find_operator(name, shipped)[0]
+    return next((chosen for chosen, _ in _known.values() if chosen.name == name), None)
+
+
 def operator_of(case: KernelCase, shipped: Mapping[str, Operator]) -> Operator:
     """The operator of a case. Raises UnknownName, or UsageError when its definition is not here or has changed."""
     definition = case.definition
@@ -127,7 +134,7 @@ def from_file(path: Path, name: str) -> Operator:
     found = getattr(module, name, None)
     if inspect.isclass(found) and issubclass(found, Operator):
         return found()
-    made = [item for item in MADE.get((str(path.resolve()), name), []) if item.place.namespace is vars(module)]
+    made = [item for item in MADE.get((str(path.resolve()), name), []) if item.call_site.namespace is vars(module)]
     if len(made) == 1:
         return made[0]
     if made:
@@ -158,8 +165,8 @@ def import_file(path: Path) -> ModuleType:
         raise
     except Exception as error:  # a user's file may raise anything when it is imported
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{shown(path)}:{lines[-1]}" if lines else shown(path)
-        raise UsageError(f"{place}: importing it failed: {type(error).__name__}: {error}") from error
+        position = f"{shown(path)}:{lines[-1]}" if lines else shown(path)
+        raise UsageError(f"{position}: importing it failed: {type(error).__name__}: {error}") from error
 
 
 def executed(path: Path) -> ModuleType:

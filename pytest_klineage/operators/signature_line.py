@@ -55,7 +55,7 @@ class Formula:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorPattern:
     """One tensor of the line."""
 
     name: str
@@ -80,12 +80,12 @@ class SignatureLine:
     """All tensors, in the order of the text."""
 
     text: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorPattern, ...]
+    outputs: tuple[TensorPattern, ...]
     """Those with memory of their own."""
 
     @property
-    def results(self) -> tuple[Tensor, ...]:
+    def results(self) -> tuple[TensorPattern, ...]:
         """What the definition returns, in order: new contents of inout tensors, then the outputs."""
         return (*(tensor for tensor in self.inputs if tensor.inout), *self.outputs)
 
@@ -176,7 +176,7 @@ def _parts(text: str) -> Iterator[str]:
         yield part
 
 
-def _tensor(part: str, text: str) -> Tensor:
+def _tensor(part: str, text: str) -> TensorPattern:
     found = TENSOR.fullmatch(part.strip())
     if found is None:
         raise UsageError(f"in the signature {text!r}: {part.strip()!r} is no tensor; it is {EXAMPLE}")
@@ -187,4 +187,4 @@ def _tensor(part: str, text: str) -> Tensor:
     below = formula(found["below"]) if found["below"] else None
     if below is not None and "int" not in dtype:
         raise UsageError(f"in the signature {text!r}: only a tensor of integers has a bound, such as idx[T]: int64 < V")
-    return Tensor(name=found["name"], dims=dims, dtype=dtype, inout=found["inout"] is not None, below=below)
+    return TensorPattern(name=found["name"], dims=dims, dtype=dtype, inout=found["inout"] is not None, below=below)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators.base import DEFAULT_REGIME, Operator
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import normal, permutation, random_index, signs, torch_dtype, uniform
 from pytest_klineage.operators.tolerance import HALF_SMALLEST
 from pytest_klineage.records import DTYPES, KernelCase, Signature
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
 MAX_EXPONENT = 4
-"""A disguise multiplies each row by up to 2**4: exact, and far from overflow even in fp16."""
+"""A symmetry transform multiplies each row by up to 2**4: exact, and far from overflow even in fp16."""
 
 CLUSTER = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5}
-"""Spread of the clustered regime around 10: many numbers of few exponents and leading bits, yet not all the same."""
+"""Spread of the clustered input distribution around 10: many numbers of few exponents and leading bits, yet not all the
+same."""
 
 
 class TopK(Operator):
@@ -34,8 +35,8 @@ class TopK(Operator):
     axes: ClassVar[tuple[str, ...]] = ("B", "S", "K")
     dtypes: ClassVar[tuple[str, ...]] = ("fp32", "fp16", "bf16")
     exact: ClassVar[bool] = True
-    regimes: ClassVar[tuple[str, ...]] = (
-        DEFAULT_REGIME,
+    input_distributions: ClassVar[tuple[str, ...]] = (
+        DEFAULT_DISTRIBUTION,
         "ties",
         "all_equal",
         "sorted_ascending",
@@ -46,6 +47,17 @@ class TopK(Operator):
         "signed_zeros",
         "denormals",
     )
+    family: ClassVar[str] = "selection"
+    aliases: ClassVar[tuple[str, ...]] = ("top-k",)
+    gpu_reference: ClassVar[str] = "flashinfer"
+    published: ClassVar[Cases] = {"gpu": ((64, 4096, 512), "fp32", {}), "cpu": ((64, 4096, 512), "fp32", {})}
+    small: ClassVar[Cases] = {"gpu": ((4, 4096, 512), "fp32", {}), "cpu": ((4, 256, 32), "fp32", {})}
+    tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "x": ("B", "S"), "values": ("B", "K"), "indices": ("B", "K"),
+    }  # fmt: skip
+
+    def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
+        return f"return torch.topk(x, {case.shape['K']}, dim=1, sorted={in_order})"
 
     def validate(self, case: KernelCase) -> None:
         if case.shape["K"] > case.shape["S"]:
@@ -59,27 +71,27 @@ class TopK(Operator):
             scalars={"k": float(k)},
         )
 
-    def make_inputs(self, case: KernelCase, generator: torch.Generator, regime: str) -> Tensors:
+    def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         rows, columns, k = case.shape.values()
         x = normal((rows, columns), generator)
-        if regime == "ties":
+        if input_distribution == "ties":
             x = (uniform((rows, columns), generator) * 64).floor_().sub_(32)
-        elif regime == "all_equal":
+        elif input_distribution == "all_equal":
             # A number of its own for every row: one for all would make another row's answer right.
             x = normal((rows, 1), generator).expand(rows, columns)
-        elif regime in ("sorted_ascending", "sorted_descending"):
-            x = x.sort(dim=1, descending=regime == "sorted_descending").values
-        elif regime == "clustered":
+        elif input_distribution in ("sorted_ascending", "sorted_descending"):
+            x = x.sort(dim=1, descending=input_distribution == "sorted_descending").values
+        elif input_distribution == "clustered":
             x = x.mul_(CLUSTER[case.dtype]).add_(10.0)
-        elif regime == "two_clusters":
+        elif input_distribution == "two_clusters":
             x = x.mul_(CLUSTER[case.dtype]).add_(10.0).mul_(signs((rows, columns), generator))
-        elif regime == "infinities":
+        elif input_distribution == "infinities":
             x = with_infinities(x, k, generator)
-        elif regime == "signed_zeros":
+        elif input_distribution == "signed_zeros":
             # About half of the k largest are positive; the others are zeros of either sign.
             zero = uniform((rows, columns), generator) >= k / columns
             x = x.masked_fill_(zero, 0.0).abs_().mul_(signs((rows, columns), generator))
-        elif regime == "denormals":
+        elif input_distribution == "denormals":
             x = x.mul_(100).round_().mul_(2 * HALF_SMALLEST[case.dtype])
         return {"x": x.to(torch_dtype(case.dtype)).contiguous()}
 
@@ -87,24 +99,24 @@ class TopK(Operator):
         values, indices = inputs["x"].double().topk(case.shape["K"], dim=1)
         return {"values": values, "indices": indices}
 
-    def honest(self, case: KernelCase, inputs: Tensors) -> Tensors:
+    def baseline_output(self, case: KernelCase, inputs: Tensors) -> Tensors:
         values, indices = inputs["x"].topk(case.shape["K"], dim=1)
         return {"values": values, "indices": indices}
 
-    def rounding_unit(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
         raise NotImplementedError("topk is exact: nothing is rounded")
 
-    def violations(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
+    def mismatch_count(self, case: KernelCase, inputs: Tensors, expected: Tensors, actual: Tensors) -> dict[str, float]:
         import torch
 
         x, values, indices = inputs["x"], actual["values"], actual["indices"]
         rows, columns, k = case.shape.values()
         ordered = values.sort(dim=1, descending=True).values.double()
         inside = (indices >= 0) & (indices < columns)
-        places = torch.where(inside, indices, columns)
-        seen = torch.zeros(rows, columns + 1, dtype=torch.uint8, device=x.device).scatter_(1, places, 1)
+        positions = torch.where(inside, indices, columns)
+        seen = torch.zeros(rows, columns + 1, dtype=torch.uint8, device=x.device).scatter_(1, positions, 1)
         distinct = int(seen[:, :columns].sum())
-        picked = x.gather(1, places.clamp_max(columns - 1))
+        picked = x.gather(1, positions.clamp_max(columns - 1))
         integer = torch.int32 if DTYPES[case.dtype] == 4 else torch.int16
         differs = picked.view(integer) != values.contiguous().view(integer)
         return {
@@ -112,7 +124,7 @@ class TopK(Operator):
             "indices": float(rows * k - distinct + int((differs & inside).sum())),
         }
 
-    def disguise(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
+    def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
         import torch
 
         x = inputs["x"]
@@ -134,7 +146,7 @@ class TopK(Operator):
 
         return {"x": x.index_select(0, order).roll(shift, dims=1).mul_(scale)}, undo
 
-    def nudge(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
         rows, columns, _k = case.shape.values()
         x = inputs["x"].clone()
         row, column = random_index(rows, generator), random_index(columns, generator)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
-from pytest_klineage.plugin.fixtures import kernel_gate, klineage_case, klineage_session
 from pytest_klineage.plugin.hooks import Hooks
-from pytest_klineage.plugin.markers import MARKER_LINE, pytest_generate_tests, pytest_pycollect_makeitem
+from pytest_klineage.plugin.markers import MARKER_LINE, case_of, pytest_generate_tests, pytest_pycollect_makeitem
 from pytest_klineage.plugin.options import COMPARING_NAMES, add_options
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
+
+if TYPE_CHECKING:
+    from pytest_klineage.plugin.judging import KernelGate
+    from pytest_klineage.records import KernelCase
 
 __all__ = [
     "kernel_gate",
@@ -47,3 +52,26 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_klineage.plugin.comparison.baselines import register_baselines
 
         register_baselines(session)
+
+
+@pytest.fixture(scope="session")
+def klineage_session(pytestconfig: pytest.Config) -> KlineageSession:
+    """Settings, platform and gate of this pytest process. The gate starts on first use and ends with the session."""
+    return pytestconfig.stash[SESSION_KEY]
+
+
+@pytest.fixture
+def klineage_case(request: pytest.FixtureRequest) -> KernelCase:
+    """The case that the test's kernel_case marker describes."""
+    case = case_of(request.node)
+    if case is None:
+        pytest.fail("klineage: the fixture klineage_case needs a kernel_case marker on the test", pytrace=False)
+    return case
+
+
+@pytest.fixture
+def kernel_gate(request: pytest.FixtureRequest, klineage_session: KlineageSession) -> KernelGate:
+    """Judge a kernel: kernel_gate("my_gemm.cpp") builds, checks and times it, and fails the test if it is bad."""
+    from pytest_klineage.plugin.judging import KernelGate
+
+    return KernelGate(klineage_session, request)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pytest_klineage.records import Code, Reason, Status, Verdict
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.tables import milliseconds, speedup_text
-from pytest_klineage.report.wording import distinct, told
+from pytest_klineage.report.wording import distinct, format_message
 
 LOG_LINES = 30
 LOG_COLUMNS = 200
@@ -39,7 +39,7 @@ def explain(verdict: Verdict) -> str:
 
 
 def _reason(reason: Reason) -> Iterator[str]:
-    say = told(reason.message)
+    say = format_message(reason.message)
     yield f"  {reason.code.value}: {say.line}"
     yield from (f"    {line}" for line in say.details)
     if reason.evidence:

@@ -11,13 +11,19 @@ from pytest_klineage.errors import Waiting
 from pytest_klineage.plugin.benchmark import install_timers
 from pytest_klineage.plugin.distribution import Distribution
 from pytest_klineage.plugin.markers import CASE_KEY
-from pytest_klineage.plugin.waiting import WAITING_ATTRIBUTE, WAITING_EXIT, ending_turn, waiting_line
+from pytest_klineage.plugin.waiting import (
+    REQUEST_KEY,
+    WAITING_ATTRIBUTE,
+    WAITING_EXIT,
+    WAITS_KEY,
+    ending_turn,
+    waiting_line,
+)
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.ledger import Ledger
     from pytest_klineage.plugin.session import KlineageSession
 
-WAITS_KEY = pytest.StashKey[tuple[str, str]]()
 REPORT_ATTRIBUTE = "klineage"
 """Where a test report carries its verdicts, as plain data: only that survives the way from an xdist worker."""
 
@@ -28,6 +34,7 @@ def _turn(item: pytest.Item) -> Generator[None, None, None]:
         return (yield)
     except Waiting as waiting:
         item.stash[WAITS_KEY] = ending_turn(waiting)
+        item.stash[REQUEST_KEY] = getattr(waiting, "request", "")
         reason = f"klineage: waiting: {waiting}"
     # Outside of the handler, so that the exception does not come with the skip.
     raise pytest.skip.Exception(reason, _use_item_location=True)
@@ -43,6 +50,11 @@ class Hooks:
         if not session.is_worker:
             # At once, not with the test's report: an interrupted test makes no report, and its verdicts are data.
             session.write_with(lambda nodeid, verdict: self.ledger.add(nodeid, verdict))
+        if session.settings.ray and session.settings.gate.get("stage") != "compile":
+            from pytest_klineage.plugin.waiting import SessionTurns
+
+            turns = SessionTurns(session, lambda nodeid, verdict: self.ledger.add(nodeid, verdict))
+            session.config.pluginmanager.register(turns, "klineage-turns")
 
     def pytest_report_header(self) -> str | None:
         """One line, only when the user asked for something."""
@@ -53,7 +65,7 @@ class Hooks:
         said += [f"{name}={settings.gate[name]}" for name in ("policy", "seed") if name in settings.gate]
         if "method" in settings.given:
             said.append(f"methods={','.join(settings.methods)}")
-        if self._distributed() and settings.progress != "off":
+        if self.session.config.pluginmanager.hasplugin("dsession") and settings.progress != "off":
             said.append("(no live progress with -n)")
         return f"klineage: {' '.join(said)}"
 
@@ -145,7 +157,3 @@ class Hooks:
 
             self._ledger = Ledger(self.session)
         return self._ledger
-
-    def _distributed(self) -> bool:
-        """Whether pytest-xdist hands the tests to other processes."""
-        return self.session.config.pluginmanager.hasplugin("dsession")

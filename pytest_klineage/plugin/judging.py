@@ -15,7 +15,7 @@ from pytest_klineage.plugin.explain import explain
 from pytest_klineage.plugin.markers import case_of
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import KernelCase, KernelSource, Status, Surface, Verdict, platform_name
-from pytest_klineage.report.wording import told
+from pytest_klineage.report.wording import format_message
 from pytest_klineage.surfaces import read_source
 
 Scalar: TypeAlias = str | float
@@ -56,34 +56,40 @@ class KernelGate:
         label: str = "",
         platforms: Sequence[str] = (),
     ) -> Verdict:
-        """Judge `kernel`: a file (relative to the test's own), "package.module:function", or a KernelSource.
+        """Judge a kernel.
 
-        entry: exported symbol or function, "run" by default. surface: the language, when the suffix does not say it.
-        flags: build flags. also: files that the first includes. case: instead of the marker's.
-        against: another kernel that takes the place of the reference. label: what tables call the kernel.
-        platforms: those that the kernel was written for, such as ("sm90",); on others it is skipped.
+        Args:
+            kernel: a file, relative to the test's own; "package.module:function"; or a KernelSource.
+            entry: exported symbol or function, "run" by default.
+            surface: the language, such as "triton", when the suffix does not say it.
+            flags: build flags, from the surface's allow-list.
+            also: files that the kernel includes or imports.
+            case: instead of the marker's; see `make_case`.
+            against: another kernel that takes the place of the reference.
+            label: what tables call the kernel; the file's stem by default.
+            platforms: those that the kernel was written for, such as ("sm90",); on others it is skipped.
         """
         __tracebackhide__ = True
-        trouble: KlineageError
+        failure: KlineageError
         try:
             chosen = case if case is not None else self.case
             source = self._source(kernel, surface, entry, flags, also, label)
-            rival = None if against is None else self._source(against, None, None, (), (), "")
-            verdict = self.session.judge(chosen, source, reference_source=rival, platforms=_names(platforms))
+            reference_kernel = None if against is None else self._source(against, None, None, (), (), "")
+            verdict = self.session.judge(chosen, source, reference_source=reference_kernel, platforms=_names(platforms))
         except Waiting:
             raise  # the hooks end the test's turn
         except KlineageError as error:
-            trouble = error
+            failure = error
         else:
             self._keep(verdict)
             self._item.ihook.pytest_klineage_judged(
-                item=self._item, case=chosen, source=source, verdict=verdict, reference_source=rival,
+                item=self._item, case=chosen, source=source, verdict=verdict, reference_source=reference_kernel,
                 platforms=_names(platforms),
             )  # fmt: skip
-            self._settle(verdict)
+            self._report_outcome(verdict)
             return verdict
         # Outside of the handler, so that pytest shows the message without the chain of exceptions.
-        self._give_up(trouble)
+        self._fail_or_skip(failure)
 
     def _source(
         self,
@@ -137,7 +143,7 @@ class KernelGate:
         self.session.remember(self._item.nodeid, verdict)
         export(self._request, verdict)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _report_outcome(self, verdict: Verdict) -> None:
         __tracebackhide__ = True
         if self.session.mode == "record" or verdict.ok:
             return
@@ -145,13 +151,13 @@ class KernelGate:
             pytest.skip(f"klineage: {verdict.code.value}: {verdict.reasons[0].message}")
         pytest.fail(explain(verdict), pytrace=False)
 
-    def _give_up(self, trouble: KlineageError) -> NoReturn:
+    def _fail_or_skip(self, failure: KlineageError) -> NoReturn:
         """End the test without a verdict: a skip for want of a dependency, else a failure."""
         __tracebackhide__ = True
-        if isinstance(trouble, MissingDependency) and not self.session.settings.fail_skipped:
-            pytest.skip(f"klineage: {trouble}")
-        known = isinstance(trouble, MissingDependency | UsageError)
-        pytest.fail(f"klineage: {trouble}" if known else fault(trouble), pytrace=False)
+        if isinstance(failure, MissingDependency) and not self.session.settings.fail_skipped:
+            pytest.skip(f"klineage: {failure}")
+        known = isinstance(failure, MissingDependency | UsageError)
+        pytest.fail(f"klineage: {failure}" if known else fault(failure), pytrace=False)
 
 
 def _names(platforms: Sequence[str]) -> tuple[str, ...]:
@@ -161,10 +167,10 @@ def _names(platforms: Sequence[str]) -> tuple[str, ...]:
     return tuple(platform_name(name) for name in platforms)
 
 
-def fault(trouble: KlineageError) -> str:
+def fault(failure: KlineageError) -> str:
     """A fault of the harness: the line that says most first, all of it below, bounded at its beginning."""
-    text = str(trouble)
-    head = f"klineage: the harness failed, which says nothing about the kernel: {told(text).line}"
+    text = str(failure)
+    head = f"klineage: the harness failed, which says nothing about the kernel: {format_message(text).line}"
     if "\n" not in text.strip():
         return head[:MESSAGE_LIMIT]
     kept = text if len(text) <= MESSAGE_LIMIT else f"... {text[-MESSAGE_LIMIT:]}"

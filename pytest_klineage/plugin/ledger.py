@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import tempfile
@@ -38,11 +39,6 @@ class Ledger:
     def verdicts(self) -> list[Verdict]:
         """Every verdict of the run, in order of arrival."""
         return [record.verdict for record in self.records]
-
-    @property
-    def num_workers(self) -> int:
-        """How many xdist workers judge; 0 without xdist."""
-        return self._session.num_workers
 
     def add(self, nodeid: str, verdict: Verdict) -> None:
         """Keep and write one verdict; trouble with the store is noted, not raised."""
@@ -116,7 +112,7 @@ class Ledger:
                 "mode": settings.mode,
                 "methods": list(settings.methods),
                 "given": list(settings.given),
-                "workers": self.num_workers,
+                "workers": session.num_workers,
                 "gate": msgspec.to_builtins(session.gate_settings, enc_hook=str),
             },
             machine=first.machine,
@@ -127,16 +123,10 @@ class Ledger:
     def _write_json(self, path: Path) -> None:
         from pytest_klineage.report.aggregate import summarise
 
-        summary = summarise(self.verdicts)
         document = {
             "schema_version": SCHEMA_VERSION,
             "store": [str(path) for path in self.paths],
-            "summary": {
-                "geomean": summary.geomean,
-                "scored": summary.scored,
-                "judged": summary.judged,
-                "skipped": summary.skipped,
-            },
+            "summary": dataclasses.asdict(summarise(self.verdicts)),
             "records": [to_plain(record) for record in self.records],
         }
         path.parent.mkdir(parents=True, exist_ok=True)

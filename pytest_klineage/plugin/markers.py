@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -45,20 +47,21 @@ def kernel_case(
 ) -> pytest.MarkDecorator:
     """Mark a test with the case that its kernel is judged on.
 
-    shape: sizes in the order of the operator's axes, or a dict by axis name.
-    dtype: short name of the data type, such as "fp32".
-    ref: the implementation that the kernel is compared with: a name such as "torch" or "torch.compile", or a function
-    of yours, as "package.module:function" or as itself.
-    op: the operator: a name such as "gemm", one that `@operator` made, or "file.py:name".
-    at_least: speedup that the kernel must reach, up to the gate's margin.
-    library: "forbid", "label" or "allow" work done by a library.
-    also: further shapes at which the kernel must be right.
-    shapes: instead of a shape, those of a sweep: the test runs once for each.
-    variants: further functions beside a ref that is a function; the fastest of them is compared with.
-    prepare: a function that converts the inputs for such a ref, untimed.
-    max_spills: bytes of registers per thread that a GPU kernel may spill; None for any number.
-    requires: instructions that must be in the machine code, such as ("wgmma", "tma_load"); see docs/reference.
-    options: the operator's own, such as causal=True.
+    Args:
+        shape: sizes in the order of the operator's axes, or a dict by axis name.
+        dtype: short name of the data type, such as "fp32".
+        ref: the implementation that the kernel is compared with: a name such as "torch" or "vendor", for an operator
+            of yours "torch" or "torch.compile", or a function of yours, as "package.module:function" or as itself.
+        op: the operator: a name such as "gemm", one that `@operator` made, or "file.py:name".
+        at_least: speedup that the kernel must reach, up to the gate's margin.
+        library: when a library does the work: "forbid" reject, "label" judge and say so, "allow" judge.
+        also: further shapes at which the kernel must be right; not timed.
+        shapes: instead of a shape, those of a sweep: the test runs once for each.
+        variants: further functions beside a ref that is a function; the fastest of them is compared with.
+        prepare: a function that converts the inputs for such a ref, untimed.
+        max_spills: bytes of registers per thread that a GPU kernel may spill; None for any number.
+        requires: instructions that must be in the machine code, such as ("wgmma", "tma_load"); see docs/reference.
+        **options: the operator's own, such as causal=True.
 
     Names are checked when pytest collects the test: a typo costs no build. `pytest-klineage cases` lists them.
     """
@@ -95,7 +98,7 @@ def build_case(
     import msgspec
 
     from pytest_klineage.operators import OPERATORS, make_case
-    from pytest_klineage.plugin.own_references import reference_name
+    from pytest_klineage.plugin.markers import reference_name
 
     signature = inspect.signature(kernel_case)
     try:
@@ -140,7 +143,7 @@ def _operator(given: Any, folders: Sequence[Path]) -> Operator:
 
 def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Variants and the preparation of a reference that is a function. Raises UsageError for another reference."""
-    from pytest_klineage.plugin.own_references import reference_name
+    from pytest_klineage.plugin.markers import reference_name
     from pytest_klineage.references.functions import is_function
 
     variants, prepare = given["variants"], given["prepare"]
@@ -154,14 +157,57 @@ def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) 
     }
 
 
+def reference_name(given: Any, folders: Sequence[Path]) -> str:
+    """What a case calls a reference; this process remembers the files of functions. Raises UsageError."""
+    if callable(given):
+        return function_name(given)
+    if not isinstance(given, str):
+        raise UnknownName("reference", given, ["torch", "package.module:function"])
+    module, colon, function = given.partition(":")
+    if not colon:
+        return given
+    if path := beside(module, folders):
+        return f"{remembered(path)}:{function}"
+    if module.endswith(".py"):
+        raise UsageError(f"ref={given!r}: there is no file {module} beside the test or in the root directory")
+    return given
+
+
+def beside(module: str, folders: Sequence[Path]) -> Path | None:
+    """The file of a module that lies beside the test or in the root directory, which workers cannot import."""
+    name = module if module.endswith(".py") else f"{module}.py"
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def function_name(function: Any) -> str:
+    """A function of a file as cases write it. Raises UsageError for one that has no name in its file."""
+    plain = inspect.unwrap(function)
+    name = getattr(plain, "__qualname__", "")
+    try:
+        path = Path(inspect.getfile(plain))
+    except TypeError:
+        path = Path()
+    if not path.is_file() or not name.replace(".", "").isidentifier():
+        raise UsageError(f"ref={function!r}: name a function that a file defines, or write 'package.module:function'")
+    return f"{remembered(path)}:{name}"
+
+
+def remembered(path: Path) -> str:
+    """A file as cases call it: relative to its project's root."""
+    from pytest_klineage.operators.defined import shown
+    from pytest_klineage.references.functions import named_file
+
+    return named_file(path, shown(path))
+
+
 def check_reference(name: str, operator: Operator) -> None:
     """Raise UnknownName unless `name` is a reference that implements the operator."""
     from pytest_klineage.operators import OPERATORS
-    from pytest_klineage.references import REFERENCES, SHIPPED, reference
-    from pytest_klineage.references.functions import COMPILED, DEFINITION, is_function
+    from pytest_klineage.references import REFERENCES, SHIPPED, is_own, reference
+    from pytest_klineage.references.functions import COMPILED, DEFINITION
 
-    own = operator.name not in OPERATORS or OPERATORS[operator.name] is not operator
-    if is_function(name) or (own and name in (DEFINITION, COMPILED)):
+    own = OPERATORS.get(operator.name) is not operator
+    if is_own(name, operator.name, shipped=not own):
         return
     if operator.name not in reference(name).operators() or (own and name in SHIPPED):
         able = [DEFINITION, COMPILED] if own else [
@@ -219,13 +265,8 @@ def _max_spills(given: Any) -> int | None:
 
 
 def _requires(names: Any) -> tuple[str, ...]:
-    from pytest_klineage.records import INSTRUCTIONS
-
     if not isinstance(names, list | tuple):
         raise UsageError(f'requires= is a list of instructions, such as ("wgmma",), got {names!r}')
-    for name in names:
-        if name not in INSTRUCTIONS:
-            raise UnknownName("instruction", name, INSTRUCTIONS)
     return tuple(names)
 
 

@@ -108,16 +108,21 @@ def slower(text: str) -> str:
     return text
 
 
-LOCAL, BATCH = "local", "batch"
-"""Executors: this process, and a folder of requests, written batch:DIR."""
+LOCAL, BATCH, RAY = "local", "batch", "ray"
+"""Executors: this process; a folder of requests, written batch:DIR; a Ray cluster, written ray or ray://HOST:PORT."""
 
 
 def executor(text: str) -> str:
-    """A parser that takes local, or batch:DIR."""
+    """A parser that takes local, batch:DIR, ray or ray://HOST:PORT."""
     kind, colon, rest = text.partition(":")
-    if text != LOCAL and not (kind == BATCH and colon and rest.strip()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of: {LOCAL}, {BATCH}:DIR")
+    if text not in (LOCAL, RAY) and not (kind == BATCH and colon and rest.strip()) and not is_ray(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of: {LOCAL}, {BATCH}:DIR, {RAY}[://HOST:PORT]")
     return text
+
+
+def is_ray(text: str) -> bool:
+    """Whether an executor is a Ray cluster."""
+    return text == RAY or re.fullmatch(rf"{RAY}://[^/\s]+", text) is not None
 
 
 def switch(text: str) -> bool:
@@ -128,11 +133,17 @@ def switch(text: str) -> bool:
 
 
 OPTIONS = (
-    Option("platform", "NAME", word, "Platform to run on: auto, cpu, sm90 or sm120 (default: auto, what is there)"),
+    Option("platform", "NAME", word, "Platform to run on: auto, cpu, or a GPU's, such as sm90 (default: auto)"),
     Option(
-        "executor", "local|batch:DIR", executor,
-        "Where kernels are judged: in this process (local), or by `pytest-klineage judge DIR` on any machine, later;"
-        " the same command goes on with the verdicts that have come (batch:DIR) (default: local)",
+        "executor", "local|batch:DIR|ray[://HOST:PORT]", executor,
+        "Where kernels are judged: in this process (local), by `pytest-klineage judge DIR` on any machine, later;"
+        " the same command goes on with the verdicts that have come (batch:DIR), or by the judges of a Ray cluster"
+        " (default: local)",
+    ),
+    Option("gpu-product", "NAME", word, "GPU product of the Ray cluster to judge on, such as H200; never a mixture"),
+    Option(
+        "priority", "N", number(int, -1_000_000),
+        "What is judged first where others ask as well: higher numbers, as 10 for a pull request (default: 0)",
     ),
     Option(
         "mode", "gate|record", one_of(*MODES), "A bad kernel fails its test (gate) or is data (record) (default: gate)"
@@ -261,7 +272,11 @@ class Settings:
     progress: str
     json: Path | None
     batch: Path | None = None
-    """Folder of requests, when kernels are judged elsewhere."""
+    """Folder of requests, when kernels are judged by who has the folder."""
+    ray: str = ""
+    """The Ray cluster that judges: ray, or ray://HOST:PORT."""
+    product: str = ""
+    priority: int = 0
     fail_skipped: bool = False
     """Whether a kernel that cannot be judged fails its test."""
     gate: dict[str, Any] = field(default_factory=dict)
@@ -315,10 +330,13 @@ def read_settings(config: pytest.Config) -> Settings:
         mode=values["mode"] or "gate",
         results=given_path(config, "results", values["results"] or str(config.rootpath / "results")),
         run_name=values["run"] or "",
-        methods=_unique(values["method"] or ["expert"]),
+        methods=tuple(dict.fromkeys(values["method"] or ["expert"])),
         progress=values["progress"] or "auto",
         json=given_path(config, "json", values["json"]) if values["json"] else None,
         batch=_batch(config, values["executor"] or LOCAL),
+        ray=(values["executor"] or "") if is_ray(values["executor"] or "") else "",
+        product=values["gpu-product"] or "",
+        priority=values["priority"] or 0,
         fail_skipped=bool(values["fail-skipped"]),
         gate=gate,
         given=given,
@@ -333,8 +351,5 @@ def given_path(config: pytest.Config, name: str, text: str) -> Path:
 
 
 def _batch(config: pytest.Config, text: str) -> Path | None:
-    return given_path(config, "executor", text.partition(":")[2]) if text != LOCAL else None
-
-
-def _unique(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+    kind, _, folder = text.partition(":")
+    return given_path(config, "executor", folder) if kind == BATCH else None

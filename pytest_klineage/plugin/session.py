@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pytest_klineage.errors import KlineageError
+from pytest_klineage.errors import KlineageError, UsageError
 from pytest_klineage.plugin.options import Settings, read_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pytest_klineage.executors.base import ExecutorGate
+    from pytest_klineage.executors.base import Executor, ExecutorGate
+    from pytest_klineage.executors.ray import RayExecutor
     from pytest_klineage.gate import Gate, GateSettings
     from pytest_klineage.plugin.progress import ProgressLine
     from pytest_klineage.records import KernelCase, KernelSource, Verdict
@@ -35,6 +38,7 @@ class KlineageSession:
         self.waiting: list[tuple[str, str]] = []
         """Tests of this run whose turn ended at something that has not come yet: WAITS_FOR_..., and where."""
         self._gate_settings: GateSettings | None = None
+        self._cluster: RayExecutor | None = None
         self._platform = ""
         self._progress: ProgressLine | None = None
         self._pending: list[dict[str, Any]] = []
@@ -66,7 +70,7 @@ class KlineageSession:
             from pytest_klineage.gate.host.gpus import gpus_for
 
             found = resolve_platform(self.settings.platform)
-            here = self.settings.batch is None and self.settings.gate.get("stage") != "compile"
+            here = not self.elsewhere and self.settings.gate.get("stage") != "compile"
             if found != "cpu" and here and not self.is_worker:
                 # Said before anything is collected: no GPU, another one, a driver that is too old. Not in a process of
                 # pytest-xdist: one that ends while it starts is started again, without end where --tx is used.
@@ -95,14 +99,47 @@ class KlineageSession:
 
         One that judges elsewhere raises WaitsForVerdict for what has not been judged yet.
         """
-        if self.settings.batch is not None and settings.stage == "all":
+        if self.elsewhere and settings.stage == "all":
             from pytest_klineage.executors.base import ExecutorGate
-            from pytest_klineage.executors.batch import BatchFolder
 
-            return ExecutorGate(BatchFolder(self.settings.batch), self.platform, settings)
+            chosen = self.settings
+            product = self.cluster.product if chosen.ray else chosen.product
+            return ExecutorGate(self.executor, self.platform, settings, priority=chosen.priority, product=product)
         from pytest_klineage.gate import Gate
 
         return Gate(self.platform, settings, progress=self.progress)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether kernels are judged outside of this process, so that what has not come yet is waited for."""
+        return self.settings.batch is not None or bool(self.settings.ray)
+
+    @property
+    def executor(self) -> Executor:
+        """Who judges elsewhere."""
+        if self.settings.ray:
+            return self.cluster
+        from pytest_klineage.executors.batch import BatchFolder
+
+        return BatchFolder(self.settings.batch or Path())
+
+    @property
+    def cluster(self) -> RayExecutor:
+        """The Ray cluster, joined on first use. The file of answers is named by the command: the same one goes on."""
+        if self._cluster is None:
+            from pytest_klineage.executors.ray import RayExecutor
+
+            command = repr((self.config.invocation_params.args, str(self.config.invocation_params.dir)))
+            name = hashlib.sha256(command.encode()).hexdigest()[:16]
+            answers = self.settings.results / "judged" / f"{name}.jsonl"
+            chosen = self.settings
+            self._cluster = RayExecutor(chosen.ray, self.platform, answers, product=chosen.product)
+        return self._cluster
+
+    @property
+    def joined_cluster(self) -> RayExecutor | None:
+        """The Ray cluster, when this run has joined it."""
+        return self._cluster
 
     @property
     def progress(self) -> ProgressLine | None:
@@ -120,7 +157,11 @@ class KlineageSession:
 
     def check(self) -> None:
         """Raise pytest.UsageError unless platform, policies and values exist. Starts nothing."""
-        if self.settings.batch is not None and (other := set(self.settings.given) & {"save", "compare", "base"}):
+        if self.settings.product and not self.settings.ray:
+            raise pytest.UsageError("--klineage-gpu-product chooses among the nodes of --klineage-executor=ray")
+        if self.settings.ray and (self.is_worker or self.config.getoption("numprocesses", None)):
+            raise pytest.UsageError("with --klineage-executor=ray one process asks: leave out -n")
+        if self.elsewhere and (other := set(self.settings.given) & {"save", "compare", "base"}):
             raise pytest.UsageError(
                 f"--klineage-{min(other)} judges more than once in one run: use it where the GPU is"
             )
@@ -138,19 +179,25 @@ class KlineageSession:
         platforms: tuple[str, ...] = (), title: str = "", precision: float | None = None,
     ) -> Verdict:  # fmt: skip
         """The gate's verdict, with `title` on the progress line meanwhile. Raises KlineageError."""
-        given = {} if precision is None else {"precision": precision}
         if self.progress is not None:
             self.progress.begin(title or f"{case.id} {source.label}".rstrip())
         try:
-            return self.gate.judge(case, source, reference_source=reference_source, platforms=platforms, **given)
+            return self.gate.judge(
+                case, source, reference_source=reference_source, platforms=platforms, precision=precision
+            )
         finally:
             if self.progress is not None:
                 self.progress.end()
 
     def remember(self, nodeid: str, verdict: Verdict) -> None:
-        """Write a verdict down where this process can, and keep it for the report of the test."""
+        """Write a verdict down where this process can, and keep it for the report of the test.
+
+        Raises UsageError for a screened one, whose speedup is not for publication.
+        """
         from pytest_klineage.records import to_plain
 
+        if verdict.screened is not None:
+            raise UsageError(f"the verdict on {verdict.label or 'the kernel'} is a screening: judge it in full")
         if self._write is not None:
             self._write(nodeid, verdict)
         self._pending.append({"nodeid": nodeid, "verdict": to_plain(verdict)})
@@ -165,3 +212,6 @@ class KlineageSession:
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.close()
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pytest_klineage.report.tables import WIDTH, note_lines, summary_lines, table_lines
+from pytest_klineage.report.tables import note_lines, summary_lines, table_lines
 
 if TYPE_CHECKING:
     import pytest
@@ -22,9 +22,9 @@ def write_summary(reporter: pytest.TerminalReporter, ledger: Ledger, base: Path)
     machines = {verdict.machine.device: verdict.machine.platform for verdict in verdicts if verdict.machine is not None}
     where = ", ".join(f"{platform} ({device})" for device, platform in sorted(machines.items()))
     reporter.section(f"klineage: {where}" if where else "klineage", "=")
-    for line in (*table_lines(verdicts, WIDTH), *_set_off(summary_lines(verdicts, WIDTH))):
+    for line in (*table_lines(verdicts), *_set_off(summary_lines(verdicts))):
         reporter.write_line(line)
-    for line in _set_off(note_lines(verdicts, WIDTH)):
+    for line in _set_off(note_lines(verdicts)):
         reporter.write_line(line, yellow=True)
     for problem in ledger.problems:
         reporter.write_line(f"klineage: {problem}", red=True, bold=True)

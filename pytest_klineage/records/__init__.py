@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pytest_klineage.records.architectures import GPU_PLATFORMS, GpuPlatform, Peaks, Product
 from pytest_klineage.records.card import (
     CardScope,
     CardStatus,
@@ -17,9 +18,17 @@ from pytest_klineage.records.card import (
     Trial,
     TrialOutcome,
 )
-from pytest_klineage.records.case import DTYPES, INSTRUCTIONS, KernelCase, LibraryPolicy, Option
+from pytest_klineage.records.case import (
+    DTYPES,
+    INSTRUCTIONS,
+    Definition,
+    DefinitionFile,
+    KernelCase,
+    LibraryPolicy,
+    Option,
+    definition_digest,
+)
 from pytest_klineage.records.codec import from_json, from_plain, json_schema, to_json, to_plain
-from pytest_klineage.records.definition import Definition, DefinitionFile, definition_digest
 from pytest_klineage.records.device import Gpu, GpuProcess, GpuReadings, GpuState, Neighbours, Span
 from pytest_klineage.records.lineage import (
     Category,
@@ -30,12 +39,14 @@ from pytest_klineage.records.lineage import (
     Rederivation,
     Rejection,
     Replacement,
+    Retimed,
     StateFile,
     Termination,
+    TimedSpan,
     Transition,
     content_digest,
 )
-from pytest_klineage.records.platform import PLATFORMS, Machine, platform_name
+from pytest_klineage.records.platform import PLATFORMS, Machine, covers, gpu_platform, gpu_platforms, platform_name
 from pytest_klineage.records.signature import Arena, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.records.source import KernelSource, SourceFile, Surface
 from pytest_klineage.records.trajectory import (
@@ -50,17 +61,18 @@ from pytest_klineage.records.trajectory import (
     Stopped,
     StopReason,
     TrajectoryLine,
+    Usage,
     charged_usd,
     cost_curve,
     parse_trajectory,
     unanswered,
 )
-from pytest_klineage.records.usage import Usage
 from pytest_klineage.records.verdict import (
     SCHEMA_VERSION,
     Build,
     Check,
     Code,
+    Floor,
     Interval,
     KernelResources,
     KernelTime,
@@ -74,6 +86,7 @@ from pytest_klineage.records.verdict import (
 
 __all__ = [
     "DTYPES",
+    "GPU_PLATFORMS",
     "INSTRUCTIONS",
     "PLATFORMS",
     "SCHEMA_VERSION",
@@ -98,7 +111,9 @@ __all__ = [
     "Event",
     "Evidence",
     "Failed",
+    "Floor",
     "Gpu",
+    "GpuPlatform",
     "GpuProcess",
     "GpuReadings",
     "GpuState",
@@ -116,13 +131,16 @@ __all__ = [
     "Noted",
     "Opened",
     "Option",
+    "Peaks",
     "Placement",
     "Precondition",
     "PreconditionClass",
+    "Product",
     "Reason",
     "Rederivation",
     "Rejection",
     "Replacement",
+    "Retimed",
     "Risk",
     "Signature",
     "SkillCard",
@@ -136,6 +154,7 @@ __all__ = [
     "Surface",
     "TensorSpec",
     "Termination",
+    "TimedSpan",
     "Timing",
     "TrajectoryLine",
     "Transition",
@@ -146,9 +165,12 @@ __all__ = [
     "charged_usd",
     "content_digest",
     "cost_curve",
+    "covers",
     "definition_digest",
     "from_json",
     "from_plain",
+    "gpu_platform",
+    "gpu_platforms",
     "is_at_the_edge",
     "json_schema",
     "parse_trajectory",

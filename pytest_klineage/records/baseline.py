@@ -12,8 +12,8 @@ from pytest_klineage.records.platform import Machine
 from pytest_klineage.records.verdict import SCHEMA_VERSION, Interval, Status, Timing, Verdict
 
 
-class Outcome(StrEnum):
-    """What a comparison of one kernel says. docs/how-to/gate-pull-requests.md explains each."""
+class ComparisonOutcome(StrEnum):
+    """What a comparison of one kernel says."""
 
     SLOWER = "slower"
     """The whole interval of new over old lies below the margin."""
@@ -51,15 +51,19 @@ class Outcome(StrEnum):
     @property
     def change(self) -> bool:
         """Whether the speed is said to have changed: what a second judgement has to confirm."""
-        return self in (Outcome.SLOWER, Outcome.FASTER)
+        return self in (ComparisonOutcome.SLOWER, ComparisonOutcome.FASTER)
 
     @property
     def refused(self) -> bool:
         """Whether two figures exist that must not be compared, or one that should be there is not."""
         return self in (
-            Outcome.NO_BASELINE, Outcome.OTHER_DEVICE, Outcome.OTHER_REFERENCE, Outcome.OTHER_DEFINITION,
-            Outcome.OTHER_POLICY, Outcome.OTHER_SETUP,
-        )  # fmt: skip
+            ComparisonOutcome.NO_BASELINE,
+            ComparisonOutcome.OTHER_DEVICE,
+            ComparisonOutcome.OTHER_REFERENCE,
+            ComparisonOutcome.OTHER_DEFINITION,
+            ComparisonOutcome.OTHER_POLICY,
+            ComparisonOutcome.OTHER_SETUP,
+        )
 
     @property
     def bad(self) -> bool:
@@ -67,7 +71,7 @@ class Outcome(StrEnum):
 
         A refusal does: a gate that compared nothing must not be green.
         """
-        return self in (Outcome.SLOWER, Outcome.BROKEN) or self.refused
+        return self in (ComparisonOutcome.SLOWER, ComparisonOutcome.BROKEN) or self.refused
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +126,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """The kernel's label."""
     against: str
     """Name of the baseline, or "base"."""
-    outcome: Outcome
+    outcome: ComparisonOutcome
     message: str = ""
     """One sentence: the figures, or why there are none."""
     advice: str = ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,6 +11,7 @@ import msgspec
 from pytest_klineage.errors import BadRecord
 from pytest_klineage.records.verdict import SCHEMA_VERSION
 
+LARGEST_DOUBLE = sys.float_info.max
 T = TypeVar("T")
 
 
@@ -38,6 +41,23 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
 def to_plain(record: msgspec.Struct) -> Any:
     """Dicts, lists and scalars only, for xdist and for JUnit."""
     return msgspec.to_builtins(record)
+
+
+def finite(value: Any) -> Any:
+    """Plain data in which infinities are the largest double of their sign, as JSON has none; NaN counts as positive."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return -LARGEST_DOUBLE if value < 0 else LARGEST_DOUBLE
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        # Samples are most of a record: a number that stays as it is costs no call.
+        return [item if type(item) is float and math.isfinite(item) else finite(item) for item in value]
+    return value
+
+
+def finite_json(record: msgspec.Struct) -> bytes:
+    """One line of JSON, infinities as the largest double."""
+    return msgspec.json.encode(finite(to_plain(record)))
 
 
 def from_plain(data: Any, kind: type[T]) -> T:

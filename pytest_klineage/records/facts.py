@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MEASURED = "variant_ms."
 """How facts begin that are times, not versions or flags; a variant's name follows."""
-CHARGED = "charged"
+COUNTED = "charged"
 """In a variant's place: the chosen one, in the thread that is timed, where its search may find another plan there."""
 VERSION_NOTE = "version_note"
 """The fact that another version runs; of several libraries, one each with the library's name behind a dot."""

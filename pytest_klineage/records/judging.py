@@ -13,8 +13,7 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord
 from pytest_klineage.records.case import KernelCase
-from pytest_klineage.records.codec import from_plain, to_plain
-from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.codec import finite, from_plain, to_plain
 from pytest_klineage.records.source import KernelSource
 from pytest_klineage.records.verdict import SCHEMA_VERSION, Verdict
 
@@ -37,17 +36,22 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Those that the kernel was written for; empty for all of its surface."""
     repeat: int = 0
     """0 for the first judgement; one more for each that is asked for because the one before was not sharp."""
+    screen_against: float | None = None
+    """Speedup of the best kernel so far, when a screening is asked for; None for a full judgement."""
     priority: int = 0
     """Higher ones are judged first. Not part of the digest."""
+    product: str = ""
+    """The GPU product that judges, such as "H200", where a cluster has several; empty for any."""
     schema_version: int = SCHEMA_VERSION
 
     @property
     def digest(self) -> str:
         """SHA-256 over all that decides the verdict, in hexadecimal: the request's name."""
-        rival = self.reference_source.digest if self.reference_source is not None else ""
+        reference_digest = self.reference_source.digest if self.reference_source is not None else ""
         content = (
-            self.schema_version, self.case, self.source.digest, self.platform, self.settings, rival,
-            sorted(self.platforms), self.repeat,
+            self.schema_version, self.case, self.source.digest, self.platform, self.settings, reference_digest,
+            sorted(self.platforms), self.repeat, *([] if self.screen_against is None else [self.screen_against]),
+            *filter(None, (self.product,)),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()
 
@@ -59,6 +63,8 @@ class FaultCode(StrEnum):
     """The gate's own machinery failed."""
     DIED = "judge_died"
     """The judge ended in the middle of a judgement: killed, cut off, or crashed."""
+    ARTIFACT = "artifact_refused"
+    """A kernel that was built elsewhere came with another digest than its own."""
     MISUSE = "misuse"
     """The request asks for something that cannot be; no other machine would judge it either."""
 
@@ -85,6 +91,12 @@ class JudgeReply(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None = None
     fault: MachineFault | None = None
     attempt: int = 1
+    ticket: str = ""
+    """What the asker drew for this request; a reply with another one is an old one. Empty in folders."""
+    judge: str = ""
+    """Name of the judge in its cluster."""
+    product: str = ""
+    """GPU product of the judge."""
     schema_version: int = SCHEMA_VERSION
 
     def check_answers(self, request: JudgeRequest) -> None:
@@ -93,19 +105,18 @@ class JudgeReply(msgspec.Struct, frozen=True, kw_only=True):
             raise BadRecord(f"a reply to the request {self.request[:12]} stands for {request.digest[:12]}")
         if (self.verdict is None) == (self.fault is None):
             raise BadRecord("a reply holds a verdict or a fault, and not both")
+        if self.product != request.product:
+            raise BadRecord(f"a judge of the product {self.product!r} answers for {request.product!r}")
         if self.verdict is None:
             return
         if self.verdict.source_digest != request.source.digest:
             raise BadRecord(f"its verdict is about the kernel {self.verdict.source_digest[:12]}, not the one asked for")
         if self.verdict.case != request.case:
             raise BadRecord(f"its verdict is about {self.verdict.case.id}, not the case that was asked for")
-
-
-def reply_json(reply: JudgeReply) -> bytes:
-    """A reply as one line of JSON, infinities as the largest double."""
-    return msgspec.json.encode(finite(to_plain(reply)))
+        if request.screen_against is None and self.verdict.screened is not None:
+            raise BadRecord("its verdict is a screening, and a full judgement was asked for")
 
 
 def as_it_travels(verdict: Verdict) -> Verdict:
-    """The verdict as it comes out of `reply_json` again."""
+    """The verdict as it comes out of `finite_json` again."""
     return from_plain(finite(to_plain(verdict)), Verdict)

@@ -1,4 +1,4 @@
-"""Lineage: the states of a kernel from naive to expert, the edits between them, and what was refused on the way.
+"""Lineage: the states of a kernel from naive to expert, the edits between them, and what was refused.
 
 States are stored naive first. The files themselves, and whether the edits fit them, are the library's business.
 """
@@ -6,8 +6,6 @@ States are stored naive first. The files themselves, and whether the edits fit t
 from __future__ import annotations
 
 import hashlib
-import math
-import sys
 from enum import StrEnum
 from functools import cache
 from typing import Any
@@ -15,10 +13,9 @@ from typing import Any
 import msgspec
 
 from pytest_klineage.records.case import KernelCase
+from pytest_klineage.records.codec import finite
 from pytest_klineage.records.source import Surface
-from pytest_klineage.records.verdict import SCHEMA_VERSION, Code, Interval, Verdict
-
-LARGEST_DOUBLE = sys.float_info.max
+from pytest_klineage.records.verdict import SCHEMA_VERSION, Code, Interval, Timing, Verdict
 
 
 class Category(StrEnum):
@@ -81,18 +78,21 @@ class Category(StrEnum):
 
 
 class Termination(StrEnum):
-    """Why the walk backward ended. Only the first says that the first state is naive."""
+    """Why the walk backward ended. Only `naive_reached` says that the first state is naive."""
 
     NAIVE_REACHED = "naive_reached"
-    """Nothing is left that could be taken away."""
+    """Nothing is left that could be taken away: the first state is naive."""
     MODEL_STOPPED = "model_stopped"
-    """The proposer said it was done while the audit still saw something, or nobody looked."""
+    """The proposer said twice that it was done while the audit still saw something."""
     NO_VALID_STEP = "no_valid_step"
     """Every proposal was refused."""
     REJECTION_LIMIT = "rejection_limit"
     STEP_LIMIT = "step_limit"
     BUDGET = "budget"
     INTERRUPTED = "interrupted"
+    """From outside."""
+    HAND_MADE = "hand_made"
+    """There was no walk: the author of the expert wrote every state, naive first."""
 
 
 class EditKind(StrEnum):
@@ -111,7 +111,7 @@ class Replacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change to the files of a kernel that applies exactly or not at all; the library applies it."""
+    """A change to the files of a kernel that applies exactly or not; the library applies it."""
 
     kind: EditKind
     diff: str = ""
@@ -138,8 +138,15 @@ class LineageState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     flags: tuple[str, ...] = ()
     source_digest: str
     """Digest of the KernelSource that files, entry, flags and the lineage's surface make."""
-    verdict: Verdict
-    """The gate's answer about this very source."""
+    verdict: Verdict | None = None
+    """The gate's answer about this very source; None for a hand-made state that was not judged."""
+    platforms: tuple[str, ...] = ()
+    """Platforms that it can be built for; the lineage's own when empty."""
+
+    @property
+    def timing(self) -> Timing | None:
+        """The times of its verdict, where it has both."""
+        return self.verdict.timing if self.verdict is not None else None
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +158,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     locus: str
     intent: str
     edit: Edit | None = None
-    """None when what was proposed is no edit at all."""
+    """None when what was proposed is no edit ."""
     reason: str
     """Why it was refused, in a sentence."""
     verdict: Verdict | None = None
@@ -183,18 +190,22 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`source_digest` of the simpler state."""
     after: str
     """`source_digest` of the next state."""
-    backward: Edit
-    """The simplification that was accepted: gives the simpler state from the next."""
+    backward: Edit | None = None
+    """The simplification that was accepted: gives the simpler state from the next. None for a hand-made step."""
     forward: Edit
     """Gives exactly the next state from the simpler one. Re-derived by whoever made the step, unless `rederived` is."""
     rederived: Rederivation | None = None
     """Where the re-derived edit gives another text; the two kernels were found equal by the gate, not by their text."""
-    forward_verdict: Verdict
-    """The gate's answer about the kernel that the re-derived edit gives."""
+    forward_verdict: Verdict | None = None
+    """The gate's answer about the kernel that the re-derived edit gives; None for a hand-made step."""
     effect: Interval | None = None
     """Time of the simpler kernel over time of the next: above 1 the step makes it faster; None when not measured."""
     rejected: tuple[Rejection, ...] = ()
     """What was proposed at this place and refused."""
+    preconditions: tuple[str, ...] = ()
+    """What the author of a hand-made step says it needs."""
+    risks: tuple[str, ...] = ()
+    """What the author says goes wrong with it."""
     digest: str = ""
     """Covers everything above and the digest of the step that was made before it: see `Lineage.sealed`."""
 
@@ -202,6 +213,45 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def forward_digest(self) -> str:
         """Digest of the source that `forward_verdict` is about."""
         return self.rederived.source_digest if self.rederived is not None else self.after
+
+
+def inverse(interval: Interval) -> Interval:
+    """The interval of one over a ratio. The median of paired logarithms makes this exact, not an approximation."""
+    return Interval(1 / interval.estimate, 1 / interval.high, 1 / interval.low, interval.confidence)
+
+
+class Retimed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A step that was timed again, alone: its effect is this one, and no longer what the walk saw."""
+
+    transition: str
+    """The step's digest."""
+    verdict: Verdict
+    """On the simpler kernel, with the next state in the reference's place."""
+    rederived: Verdict | None = None
+    """On the re-derived kernel, with the next state in the reference's place; None where it was not timed."""
+    better: Verdict | None = None
+    """On the simpler kernel, with the re-derived one in the reference's place, where that is the faster of the two."""
+
+    @property
+    def effect(self) -> Interval | None:
+        """Time of the simpler kernel over that of what the step leads to: the faster of next state and re-derived."""
+        timing = (self.better or self.verdict).timing
+        return inverse(timing.speedup) if timing is not None else None
+
+
+class TimedSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Neighbouring steps that were timed together: the kernel before the first against the one after the last."""
+
+    steps: tuple[str, ...]
+    """Digests of the transitions, in order."""
+    verdict: Verdict
+    """On the kernel before the span, with the one after it in the reference's place."""
+
+    @property
+    def effect(self) -> Interval | None:
+        """Time before the span over time after it."""
+        timing = self.verdict.timing
+        return inverse(timing.speedup) if timing is not None else None
 
 
 class Lineage(
@@ -234,6 +284,11 @@ class Lineage(
         return f"{self.operator}/{self.platform}-{self.surface.value}"
 
     @property
+    def hand_made(self) -> bool:
+        """Whether the author of the expert wrote the states: there was no walk, and states may have no verdict."""
+        return self.termination is Termination.HAND_MADE
+
+    @property
     def complete(self) -> bool:
         """Whether the first state is naive."""
         return self.termination is Termination.NAIVE_REACHED
@@ -246,13 +301,15 @@ class Lineage(
         """The same lineage with every digest computed.
 
         The chain runs as the walk does, from the expert backward: a step's digest covers that of the step after it,
-        so that it stays what it is when the walk goes on towards naive.
+        so that it stays what it is when the walk goes on towards naive. In a hand-made lineage it covers what the
+        author wrote of later steps: their effects and verdicts come one by one, and leave the digests of others alone.
         """
         chained: list[Transition] = []
         previous = content_digest(msgspec.structs.replace(self, states=self.states[-1:], transitions=(), **_OPEN_END))
         for transition in reversed(self.transitions):
-            previous = _chained(previous, transition)
-            chained.insert(0, msgspec.structs.replace(transition, digest=previous))
+            digest = _chained(previous, transition)
+            chained.insert(0, msgspec.structs.replace(transition, digest=digest))
+            previous = _chained(previous, _as_written(transition)) if self.hand_made else digest
         closed = msgspec.structs.replace(self, transitions=tuple(chained), digest="")
         return msgspec.structs.replace(closed, digest=content_digest(closed))
 
@@ -265,6 +322,13 @@ _OPEN_END: dict[str, Any] = {
     "digest": "",
 }
 """What the end of a lineage looks like to the first digest: steps do not change with how the walk ended."""
+
+
+def _as_written(transition: Transition) -> Transition:
+    """A step of a hand-made lineage before anybody judged or re-derived it."""
+    return msgspec.structs.replace(
+        transition, backward=None, rederived=None, forward_verdict=None, effect=None, rejected=()
+    )
 
 
 def _chained(previous: str, transition: Transition) -> str:
@@ -280,21 +344,11 @@ def content_digest(record: msgspec.Struct) -> str:
     return hashlib.sha256(msgspec.json.encode(_content(record), order="deterministic")).hexdigest()
 
 
-def finite(value: Any) -> Any:
-    """Plain data in which infinities are the largest double of their sign, as JSON has none; NaN counts as positive."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return -LARGEST_DOUBLE if value < 0 else LARGEST_DOUBLE
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
 def _content(value: Any) -> Any:
     if isinstance(value, msgspec.Struct):
         defaults = _defaults(type(value))
-        given = {name: getattr(value, name) for name in value.__struct_fields__}
+        names = zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+        given = {encoded: getattr(value, name) for encoded, name in names}
         return {name: _content(item) for name, item in given.items() if name not in defaults or item != defaults[name]}
     if isinstance(value, dict):
         return {key: _content(item) for key, item in value.items()}
@@ -310,7 +364,7 @@ def _defaults(kind: type[msgspec.Struct]) -> dict[str, Any]:
     found = {}
     for field in msgspec.structs.fields(kind):
         if field.default is not msgspec.NODEFAULT:
-            found[field.name] = field.default
+            found[field.encode_name] = field.default
         elif field.default_factory is not msgspec.NODEFAULT:
-            found[field.name] = field.default_factory()
+            found[field.encode_name] = field.default_factory()
     return found

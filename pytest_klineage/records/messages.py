@@ -1,11 +1,10 @@
-"""The messages that cross process boundaries: judge to oracle, judge to template, oracle to worker. Plain data only."""
+"""The messages that cross process boundaries: judge to oracle, oracle to worker. Plain data only."""
 
 from __future__ import annotations
 
 import msgspec
 
-from pytest_klineage.records.case import KernelCase
-from pytest_klineage.records.definition import DefinitionFile
+from pytest_klineage.records.case import DefinitionFile, KernelCase
 from pytest_klineage.records.signature import Arena
 from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
@@ -28,13 +27,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """Private directory, the only one the worker may write to."""
     read_paths: tuple[str, ...] = ()
     """Directories beside the interpreter's own that the worker may read."""
+    own_files_only: bool = False
+    """Whether a native kernel may read no library of the machine beside its language's runtime."""
     threads: int = 1
     processors: tuple[int, ...] = ()
     """Those that OpenMP's threads are bound to, one place or core each; empty where they are not bound."""
     sandbox: bool = True
     allow_processes: bool = False
     refuse_framework: bool = False
-    """Make every framework operation that computes raise."""
+    refuse_copies: bool = False
+    """Make every framework operation that computes raise, or also those that copy."""
     flush_bytes: int = 0
     """On a GPU the worker itself writes this much between two timed calls, on the stream of the calls."""
     variant: str = ""
@@ -54,20 +56,23 @@ class Map(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arena: Arena
 
 
-class Run(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Run the kernel once on one slot of one arena."""
+class RunKernel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Run the kernel once on one slot of one arena, after forgetting earlier results by their places, one by one."""
 
     arena: int
     slot: int
     nonce: int
+    forget: tuple[int, ...] = ()
 
 
 class Again(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Copy what the last call returned into its slot once more; answered by Done."""
+    """Copy what an earlier call returned into a slot once more; answered by OutputsReady."""
 
     arena: int
     slot: int
     nonce: int
+    back: int = 0
+    """How many of the kept results ago, 0 for the last one; on a GPU always that."""
 
 
 class MakeEvents(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -93,14 +98,14 @@ class RunBlock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """What to write before every call: said for each block, so that no process keeps it."""
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
+class StopWorker(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-ToWorker = Map | Run | MakeEvents | RunBlock | Again | Stop
+ToWorker = Map | RunKernel | MakeEvents | RunBlock | Again | StopWorker
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class KernelLoaded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel is loaded and can be run."""
 
     containment: tuple[str, ...] = ()
@@ -120,11 +125,25 @@ class Mapped(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     address: int
 
 
+class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that the kernel returned instead of writing into the output it was given."""
+
+    address: int
+    num_bytes: int
+    strides: tuple[int, ...]
+
+
 class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel's call has returned."""
 
     nonce: int
     elapsed_ns: int
+    tensors: tuple[ReturnedTensor, ...] | None = None
+    """What the call returned, copied as its last part; None where it is copied now, and OutputsReady follows."""
+    refused: tuple[str, ...] = ()
+    """Operators of the framework that have been refused in this process so far, at most a few."""
+    digest: str = ""
+    """Of the outputs as they are when this is sent: what is written later shows."""
 
 
 class EventsMade(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -153,15 +172,7 @@ class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """How long the head start was; 0 for a graph and for a queue without one."""
 
 
-class ReturnedTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """A tensor that the kernel returned instead of writing into the output it was given."""
-
-    address: int
-    num_bytes: int
-    strides: tuple[int, ...]
-
-
-class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class OutputsReady(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The outputs lie in the arena."""
 
     nonce: int
@@ -174,7 +185,7 @@ class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """For how long it was writing the flushes of a profiled block."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class KernelFailed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The kernel did not produce outputs."""
 
     nonce: int
@@ -182,7 +193,9 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromWorker = Loaded | LoadFailed | Mapped | Returned | EventsMade | Finished | BlockReturned | Done | Failed
+FromWorker = (
+    KernelLoaded | LoadFailed | Mapped | Returned | EventsMade | Finished | BlockReturned | OutputsReady | KernelFailed
+)
 
 
 # --- judge to oracle --------------------------------------------------------------------------------------------------
@@ -246,21 +259,25 @@ class ProfileRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     defences: frozenset[str]
 
 
+class Stock(msgspec.Struct, frozen=True, tag=True):
+    """Make what timing the open case needs and checking it did not; answered by Attached."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the oracle."""
 
 
-ToOracle = OpenCase | Attach | Detach | CheckRequest | TimeRequest | ProfileRequest | Shutdown
+ToOracle = OpenCase | Attach | Detach | CheckRequest | TimeRequest | ProfileRequest | Stock | Shutdown
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One check that the oracle has inputs for."""
 
-    regime: str
+    input_distribution: str
     shape: dict[str, int] = {}
 
 
-class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class CaseOpened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The case is ready."""
 
     checks: tuple[PlannedCheck, ...]
@@ -271,6 +288,10 @@ class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     seconds: float
     settings: dict[str, str]
     notes: tuple[str, ...] = ()
+    mixed: bool = False
+    """Whether some timed pairs are on new problems and some on symmetry transforms of known ones."""
+    only_moves: bool = False
+    """Whether every output element is a copy of an input element, or constant: then copying is all of the work."""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -280,7 +301,7 @@ class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     settings: dict[str, str] = {}
 
 
-class Problem(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class WorkerFailure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A worker failed; the reasons are findings about it. `gone` when its channel is closed."""
 
     role: str
@@ -294,16 +315,18 @@ class Checked(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     checks: tuple[Check, ...]
     reasons: tuple[Reason, ...] = ()
+    refused: tuple[str, ...] = ()
+    """Operators of the framework that the worker says it was refused."""
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class TimedCall(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One timed call: the worker's own clock and the oracle's."""
 
     role: str
     elapsed_ns: int
     wall_ns: int
     novel: bool = False
-    """Whether the call's inputs were made for it alone, not a disguise of inputs that were there before."""
+    """Whether the call's inputs were made for it alone, not a symmetry transform of inputs that were there before."""
     waited_ns: int = 0
     """For how long oracle and worker were ready meanwhile and had no processor; 0 on a GPU."""
 
@@ -311,7 +334,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class Timed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The samples of one request. `reasons` is empty when every output was right."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[TimedCall, ...]
     reasons: tuple[Reason, ...] = ()
     calls_per_sample: int = 1
     one_block: bool = False
@@ -337,43 +360,4 @@ class OracleFault(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     message: str
 
 
-FromOracle = Opened | Attached | Problem | Checked | Timed | Profiled | OracleFault
-
-
-# --- judge to template ------------------------------------------------------------------------------------------------
-
-
-class Spawn(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Fork a worker. Beside this message: its channel and the pipe for what it prints."""
-
-    job: Job
-
-
-class End(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """End a worker and everything it started, and say how it ended."""
-
-    worker: int
-    grace_s: float = 0.0
-    """How long to wait for it to end by itself."""
-
-
-ToTemplate = Spawn | End
-
-
-class Spawned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A worker was forked; `worker` is its number in later messages."""
-
-    worker: int
-
-
-class Ended(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How a worker ended: by itself with an exit status, by a signal, or by our hand."""
-
-    exit_code: int | None = None
-    signal: int | None = None
-    killed: bool = False
-    libraries: tuple[str, ...] = ()
-    """Shared libraries that it had mapped and the template had not."""
-
-
-FromTemplate = Spawned | Ended
+FromOracle = CaseOpened | Attached | WorkerFailure | Checked | Timed | Profiled | OracleFault

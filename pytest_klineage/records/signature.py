@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from pytest_klineage.records.case import DTYPES
@@ -18,10 +20,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_elements(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -5,20 +5,31 @@ from __future__ import annotations
 import hashlib
 import re
 from enum import StrEnum
+from typing import cast
 
 import msgspec
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.extensions import extensions
 
 
 class Surface(StrEnum):
-    """The language a kernel is written in, as far as building and calling it differ."""
+    """The language a kernel is written in, as far as building and calling it differ; packages register others."""
 
     CPP = "cpp"
     CUDA = "cuda"
     TRITON = "triton"
     TILELANG = "tilelang"
     PYTHON = "python"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Surface | None:
+        """The surface that an installed package registers under this name."""
+        if not isinstance(value, str) or value not in extensions("surfaces"):
+            return None
+        made = str.__new__(cls, value)
+        made._name_, made._value_ = value.upper(), value
+        return cast("Surface", cls._value2member_map_.setdefault(value, made))
 
 
 SUFFIXES = {".cpp": Surface.CPP, ".cc": Surface.CPP, ".cxx": Surface.CPP, ".cu": Surface.CUDA, ".py": Surface.PYTHON}

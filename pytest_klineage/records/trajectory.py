@@ -13,8 +13,37 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord
 from pytest_klineage.records.codec import from_json
-from pytest_klineage.records.usage import Usage
 from pytest_klineage.records.verdict import SCHEMA_VERSION, Code
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens and dollars of one or more model calls."""
+
+    model: str
+    input_tokens: int = 0
+    """Input tokens that were neither read from nor written to a cache."""
+    output_tokens: int = 0
+    """Tokens that the model wrote, its thinking included."""
+    cache_read_tokens: int = 0
+    """Input tokens that were read from a cache."""
+    cache_write_tokens: int = 0
+    """Input tokens that were written to a cache which lasts five minutes."""
+    cache_write_1h_tokens: int = 0
+    """Input tokens that were written to a cache which lasts an hour."""
+    cost_usd: float = 0.0
+    estimated: bool = False
+    """True when the provider reported no usage and the figures are estimates."""
+
+    @property
+    def total_input_tokens(self) -> int:
+        """All input tokens, from wherever they came."""
+        return self.input_tokens + self.cache_read_tokens + self.cache_write_tokens + self.cache_write_1h_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        counted = [name for name in self.__struct_fields__ if name not in ("model", "estimated")]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counted}
+        model = self.model if self.model == other.model else "mixed"
+        return Usage(model=model, estimated=self.estimated or other.estimated, **sums)
 
 
 class StopReason(StrEnum):
@@ -40,6 +69,8 @@ class Begun(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     budget_usd: float
     settings: dict[str, str] = {}
     """Whatever else a reader needs: method, case, seed, versions."""
+    prompt_set: int = 1
+    """Number of the words that prompts had (`lab.llm.conversation`)."""
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -103,6 +134,8 @@ class Judged(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The call whose reply the kernel came from; 0 for one that no model wrote."""
     speedup: float | None = None
     """None when the kernel was not scored."""
+    screened: bool = False
+    """Whether it was right and only screened, so that its speedup is not kept here."""
     best_speedup: float | None = None
     """The best so far, this one included."""
 

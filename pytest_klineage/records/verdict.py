@@ -32,7 +32,7 @@ class Status(StrEnum):
 
 
 class Code(StrEnum):
-    """Every reason the gate can give. `docs/reference/reason-codes.md` explains each and says what to do next."""
+    """Every reason the gate can give. `docs/reference/reason-codes.md` explains each."""
 
     ACCEPTED_FASTER = "accepted.faster"
     ACCEPTED_SAME = "accepted.same"
@@ -42,6 +42,7 @@ class Code(StrEnum):
     INCONCLUSIVE_INTERVAL = "inconclusive.interval"
     INCONCLUSIVE_BUSY = "inconclusive.busy_machine"
     INCONCLUSIVE_UNSTABLE = "inconclusive.unstable"
+    INCONCLUSIVE_FEW = "inconclusive.few_pairs"
     MISMATCH = "wrong_value.mismatch"
     NON_FINITE = "wrong_value.non_finite"
     UNWRITTEN = "wrong_value.unwritten"
@@ -95,7 +96,7 @@ class Code(StrEnum):
         return Status(self.value.partition(".")[0])
 
 
-DISTURBED = frozenset({Code.INCONCLUSIVE_BUSY, Code.INCONCLUSIVE_UNSTABLE})
+DISTURBED = frozenset({Code.INCONCLUSIVE_BUSY, Code.INCONCLUSIVE_UNSTABLE, Code.INCONCLUSIVE_FEW})
 """Codes of a timing that says little about the kernel's speed: it is neither pinned nor compared."""
 WIDEST = 2.0
 """An interval whose ends differ by more than this factor does not say how fast a kernel is."""
@@ -123,11 +124,11 @@ def is_at_the_edge(reason: Reason) -> bool:
 class Check(msgspec.Struct, frozen=True, kw_only=True):
     """The comparison of one output of one repetition with the oracle."""
 
-    regime: str
+    input_distribution: str = msgspec.field(name="regime")
     """Input distribution, or "timed" for repetitions inside timed blocks."""
     output: str
     error: float
-    """Largest error, in units of the honest rounding error (see operators/tolerance.py)."""
+    """Largest error, in units of the rounding error (see operators/tolerance.py)."""
     bound: float
     """What `error` may be at most."""
     passed: bool
@@ -186,6 +187,8 @@ class Build(msgspec.Struct, frozen=True, kw_only=True):
     """The compiler's own messages, bounded."""
     includes: dict[str, str] = {}
     """Header libraries that were asked for by name, with their versions; headers of the package, with their digests."""
+    reads: tuple[str, ...] = ()
+    """Files that a cpp build read beside the source, the ABI and the compiler's own headers."""
     kernels: tuple[KernelResources, ...] = ()
     """The GPU kernels in it, by name; empty where a surface has none or builds them when they run."""
     artifact: str = ""
@@ -204,6 +207,16 @@ class Interval(msgspec.Struct, frozen=True):
     def half_width(self) -> float:
         """Half of the interval's width relative to the estimate."""
         return (self.high - self.low) / (2 * self.estimate) if self.estimate else float("inf")
+
+
+class Floor(msgspec.Struct, frozen=True, kw_only=True):
+    """The least time that a machine's arithmetic or memory takes for a case, by data sheet or by a bound."""
+
+    ms: float
+    limit: str
+    """What takes that long: "bytes" or "flops"."""
+    product: str = ""
+    """The product whose data sheet it is; empty where it is a bound of the platform's, and the true floor higher."""
 
 
 class KernelTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,9 +249,9 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     wall_gap_ms: float = 0.0
     """Median of the trusted clock minus the worker's clock, candidate side."""
     reference_wall_gap_ms: float = 0.0
-    reference_charges_ms: tuple[float, ...] = ()
+    reference_overheads_ms: tuple[float, ...] = msgspec.field(default=(), name="reference_charges_ms")
     """What of every sample is not the worker's clock but a gap that was charged; empty when nothing was."""
-    candidate_charges_ms: tuple[float, ...] = ()
+    candidate_overheads_ms: tuple[float, ...] = msgspec.field(default=(), name="candidate_charges_ms")
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""
     threads: int = 0
@@ -254,7 +267,8 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     """Wall time of the timed blocks, including preparation of inputs between calls."""
     stopped: str = ""
-    """Why sampling ended: "precise", "time limit", "start limit", "pair limit", "fixed count" or "fixed time"."""
+    """Why sampling ended: "precise", "excluded" (screening: the interval excludes the best so far), "time limit",
+    "start limit", "pair limit", "fixed count" or "fixed time"."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,6 +286,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     build: Build | None = None
     checks: tuple[Check, ...] = ()
     timing: Timing | None = None
+    floor: Floor | None = None
+    """What `timing` is to be seen beside; None where nothing was timed, and in records before it was kept."""
     other_timings: tuple[Timing, ...] = ()
     """Further policies, when asked for."""
     reference: dict[str, str] = {}
@@ -292,6 +308,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of the judgement outside of timed blocks and the build."""
     judged_at: str = ""
     """UTC, ISO 8601."""
+    screened: float | None = None
+    """The speedup of the best kernel so far, where timing ended once its interval excluded that, or after a second.
+
+    Such a verdict ranks kernels within a search; its speedup is not for publication. None after a full judgement.
+    """
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -306,7 +327,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scored(self) -> bool:
-        """True when the kernel was right and really timed, so that its speedup counts."""
+        """True when the kernel was right and timed in full, so that its speedup counts."""
+        return self.screened is None and self.ranked
+
+    @property
+    def ranked(self) -> bool:
+        """True when the kernel was right and timed, in full or screened, so that a search can compare it."""
         return self.timing is not None and self.status in (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.extensions import extensions
-from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Reference, Trial, Variant
+from pytest_klineage.records import KernelCase, covers
+from pytest_klineage.references.base import Reference, TrialTensors, Variant
 from pytest_klineage.references.cublas import CublasReference
 from pytest_klineage.references.cudnn import CudnnReference
 from pytest_klineage.references.fla import FlaReference
+from pytest_klineage.references.flaggems import FlagGemsReference
 from pytest_klineage.references.flashinfer import FlashInferReference
 from pytest_klineage.references.functions import COMPILED, DEFINITION, is_function, own_reference
 from pytest_klineage.references.refusals import UnsupportedCase
@@ -16,13 +17,17 @@ from pytest_klineage.references.torch import TorchReference
 from pytest_klineage.references.vendor import VendorReference
 
 __all__ = [
-    "REFERENCES", "Reference", "Trial", "UnsupportedCase", "Variant", "alternatives", "reference", "reference_of",
+    "REFERENCES", "Reference", "TrialTensors", "UnsupportedCase", "Variant", "alternatives", "reference",
+    "reference_of",
 ]  # fmt: skip
 
-LIBRARIES = (TorchReference(), CublasReference(), CudnnReference(), FlashInferReference(), FlaReference())
-REFERENCES: dict[str, Reference] = {chosen.name: chosen for chosen in (*LIBRARIES, VendorReference(LIBRARIES))}
+TORCH, LIBRARIES = TorchReference(), (CublasReference(), CudnnReference(), FlashInferReference(), FlaReference())
+REFERENCES: dict[str, Reference] = {
+    chosen.name: chosen for chosen in (TORCH, *LIBRARIES, VendorReference((*LIBRARIES, TORCH)))
+}
 SHIPPED = frozenset(REFERENCES)
-"""Names of those that this package brings; they know its own operators only."""
+"""Names of those that know this package's own operators only."""
+REFERENCES["flaggems"] = FlagGemsReference()
 
 
 def reference(name: str) -> Reference:
@@ -45,9 +50,14 @@ def reference_of(case: KernelCase) -> Reference:
 
     Raises UnknownName, which lists the valid ones.
     """
-    if is_function(case.reference) or (case.definition is not None and case.reference in (DEFINITION, COMPILED)):
+    if is_own(case.reference, case.operator, shipped=case.definition is None):
         return own_reference(case)
     return reference(case.reference)
+
+
+def is_own(name: str, operator: str, *, shipped: bool) -> bool:
+    """Whether a reference is a function, or an operator's own definition: of one that is not shipped, or not known."""
+    return is_function(name) or (name in (DEFINITION, COMPILED) and not (shipped and operator in TORCH.operators()))
 
 
 def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
@@ -59,7 +69,7 @@ def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
 
     def takes(name: str) -> bool:
         chosen = REFERENCES[name]
-        known = case.operator in chosen.operators() and platform in chosen.platforms
+        known = case.operator in chosen.operators() and covers(chosen.platforms, platform)
         return known and not chosen.limits(case, platform)
 
     def asks_another(name: str) -> bool:

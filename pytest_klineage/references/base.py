@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.records import KernelCase
+from pytest_klineage.records import KernelCase, covers
 from pytest_klineage.references.refusals import UnsupportedCase
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ AS_FAST = 1.03
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialTensors:
     """Tensors of a case's signature on the GPU that it will run on, for warming up and for comparing variants."""
 
     platform: str
@@ -62,7 +62,7 @@ class Variant:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """Switches of the process that belong to this variant, by name of `flags.switches`."""
     forget: Callable[[Tensors], None] | None = None
-    """Has the library forget what it has found for these inputs in this thread, so that the next call searches anew.
+    """Has the library forget what it has found for these inputs in this thread, so that the next call searches again.
 
     Of a library whose search does not find the same every time; None for all others.
     """
@@ -101,14 +101,14 @@ class Reference(ABC):
         """
         if case.operator not in self.operators():
             raise UnknownName(f"operator of reference {self.name}", case.operator, self.operators())
-        if platform not in self.platforms:
+        if not covers(self.platforms, platform):
             names = ", ".join(self.platforms)
             raise UsageError(f"the reference {self.name} runs on {names}, not on {platform}; on a CPU use ref='torch'")
         if limits := self.limits(case, platform):
             raise UnsupportedCase.of(self.name, case, platform, limits)
 
     @abstractmethod
-    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+    def prepare(self, case: KernelCase, trial: TrialTensors | None = None) -> Call:
         """The timed call for a case; everything that need not be timed happens here.
 
         The call takes inputs and preallocated outputs by name. It fills the outputs and returns None, or, where the

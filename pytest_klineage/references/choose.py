@@ -18,8 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.records.facts import CHARGED, MEASURED
-from pytest_klineage.references.base import AS_FAST, Trial, Variant
+from pytest_klineage.records.facts import COUNTED, MEASURED
+from pytest_klineage.references.base import AS_FAST, TrialTensors, Variant
 from pytest_klineage.references.flags import read_flags, write_flags
 from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
 
@@ -57,12 +57,12 @@ class Choice:
     """By variant, the median of its calls with a flushed L2."""
     failures: Mapping[str, str] = field(default_factory=dict)
     """By variant that cannot run this case, why."""
-    charged_ms: float = 0.0
+    counted_ms: float = 0.0
     """The median in the thread that will call it, of a variant that searches; 0 of others."""
 
     def facts(self) -> dict[str, str]:
         """For the record: "variant", "variant_ms.<name>" and "variant_error.<name>"; "variant_ms.charged" of some."""
-        medians = {**self.medians_ms, **({CHARGED: self.charged_ms} if self.charged_ms else {})}
+        medians = {**self.medians_ms, **({COUNTED: self.counted_ms} if self.counted_ms else {})}
         measured = {MEASURED + name: f"{median:.5f}" for name, median in medians.items()}
         return {"variant": self.name, **measured, **{f"variant_error.{n}": why for n, why in self.failures.items()}}
 
@@ -98,7 +98,7 @@ class VariantThread(AbstractContextManager["VariantThread"]):
     be given the plan of the one that came before it, and never search.
     """
 
-    def __init__(self, variant: Variant, flags: Mapping[str, Any], trial: Trial) -> None:
+    def __init__(self, variant: Variant, flags: Mapping[str, Any], trial: TrialTensors) -> None:
         self._variant, self._flags, self._trial = variant, flags, trial
         self._like_here = like_this_thread(trial.device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="klineage-variant")
@@ -117,9 +117,9 @@ class VariantThread(AbstractContextManager["VariantThread"]):
         """What the timer says about one call."""
         return self._in_thread(partial(timer, partial(self._variant.call, self._inputs, self._trial.outputs)))
 
-    def search_anew(self, timer: Timer, reps: int) -> float:
+    def search_again(self, timer: Timer, reps: int) -> float:
         """The median of what another search finds. Only of a variant that can forget."""
-        return self._in_thread(partial(searched_anew, self._variant, self._trial, self._inputs, timer, reps))
+        return self._in_thread(partial(searched_again, self._variant, self._trial, self._inputs, timer, reps))
 
     def _in_thread(self, work: Callable[[], Result]) -> Result:
         return self._thread.submit(self._context.run, self._under_flags, work).result()
@@ -150,9 +150,9 @@ def like_this_thread(device: torch.device) -> Callable[[], AbstractContextManage
 
 def choose(
     variants: Mapping[str, Variant],
-    trial: Trial,
+    trial: TrialTensors,
     *,
-    chargeable: Collection[str] | None = None,
+    countable: Collection[str] | None = None,
     timer: Timer | None = None,
     reps: int = REPS,
 ) -> Choice:
@@ -171,24 +171,24 @@ def choose(
         threads = {name: stack.enter_context(VariantThread(variants[name], flags[name], trial)) for name in variants}
         failures = warm_up_all(threads)
         ready = {name: thread for name, thread in threads.items() if name not in failures}
-        eligible = [name for name in ready if chargeable is None or name in chargeable]
+        eligible = [name for name in ready if countable is None or name in countable]
         if not eligible:
             write_flags(defaults)
-            raise nobody_runs(failures, chargeable)
+            raise no_variant_runs(failures, countable)
         timer = timer or DeviceTimer()
         medians = medians_in_turns(ready, timer, reps)
         for name in [name for name in eligible if variants[name].forget]:
-            found = [ready[name].search_anew(timer, reps) for _ in range(DRAWS - 1)]
+            found = [ready[name].search_again(timer, reps) for _ in range(DRAWS - 1)]
             medians[name] = min(medians[name], *found)
     best = min(eligible, key=medians.__getitem__)
     write_flags(flags[best])
-    charged_ms = settled(variants[best], trial, medians[best], timer, reps)
-    return Choice(best, variants[best], medians, failures, charged_ms)
+    counted_ms = warm_up(variants[best], trial, medians[best], timer, reps)
+    return Choice(best, variants[best], medians, failures, counted_ms)
 
 
-def nobody_runs(failures: Mapping[str, str], chargeable: Collection[str] | None) -> UnsupportedCase | HarnessError:
+def no_variant_runs(failures: Mapping[str, str], countable: Collection[str] | None) -> UnsupportedCase | HarnessError:
     """The error for no variant that may be charged: a refusal only where all of those have refused."""
-    decisive = [why for name, why in failures.items() if chargeable is None or name in chargeable]
+    decisive = [why for name, why in failures.items() if countable is None or name in countable]
     causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
     kind = UnsupportedCase if decisive and all(map(refuses, decisive)) else HarnessError
     return kind(f"no variant of the reference runs: {causes}")
@@ -214,17 +214,17 @@ def medians_in_turns(threads: Mapping[str, VariantThread], timer: Timer, reps: i
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 
-def chosen_before(variants: Mapping[str, Variant], trial: Trial, timer: Timer | None, reps: int) -> Choice:
+def chosen_before(variants: Mapping[str, Variant], trial: TrialTensors, timer: Timer | None, reps: int) -> Choice:
     """The variant that the trial names, warmed up under its flags. Raises HarnessError when there is none."""
     if trial.only not in variants:
         raise HarnessError(f"the reference has no variant {trial.only!r} any more; it has {', '.join(variants)}")
     variant = variants[trial.only]
     write_flags({**read_flags(set(variant.flags)), **variant.flags})
-    return Choice(trial.only, variant, {}, charged_ms=settled(variant, trial, trial.only_ms, timer, reps))
+    return Choice(trial.only, variant, {}, counted_ms=warm_up(variant, trial, trial.only_ms, timer, reps))
 
 
-def settled(variant: Variant, trial: Trial, wanted_ms: float, timer: Timer | None, reps: int) -> float:
-    """Warm a variant up in this thread. One that searches does so until it finds what is as fast as `wanted_ms`.
+def warm_up(variant: Variant, trial: TrialTensors, target_ms: float, timer: Timer | None, reps: int) -> float:
+    """Warm a variant up in this thread. One that searches does so until it finds what is as fast as `target_ms`.
 
     Returns its median in milliseconds, of one that searches; else 0. What the last search found stays.
     """
@@ -234,25 +234,25 @@ def settled(variant: Variant, trial: Trial, wanted_ms: float, timer: Timer | Non
     timer = timer or DeviceTimer()
     found_ms = median_ms(variant, trial, inputs, timer, reps)
     for _ in range(MOST_DRAWS - 1):
-        if not wanted_ms or found_ms <= AS_FAST * wanted_ms:
+        if not target_ms or found_ms <= AS_FAST * target_ms:
             break
-        found_ms = searched_anew(variant, trial, inputs, timer, reps)
+        found_ms = searched_again(variant, trial, inputs, timer, reps)
     return found_ms
 
 
-def searched_anew(variant: Variant, trial: Trial, inputs: Tensors, timer: Timer, reps: int) -> float:
+def searched_again(variant: Variant, trial: TrialTensors, inputs: Tensors, timer: Timer, reps: int) -> float:
     """The median, in milliseconds, of what another search in this thread finds."""
     if variant.forget is not None:
         variant.forget(inputs)
     return median_ms(variant, trial, warmed_up(variant, trial), timer, reps)
 
 
-def median_ms(variant: Variant, trial: Trial, inputs: Tensors, timer: Timer, reps: int) -> float:
+def median_ms(variant: Variant, trial: TrialTensors, inputs: Tensors, timer: Timer, reps: int) -> float:
     """The median of so many calls one after the other, in milliseconds."""
     return statistics.median(timer(partial(variant.call, inputs, trial.outputs)) for _ in range(reps))
 
 
-def warmed_up(variant: Variant, trial: Trial) -> Tensors:
+def warmed_up(variant: Variant, trial: TrialTensors) -> Tensors:
     """The trial's inputs in the variant's convention, after some calls with them have come to their end."""
     import torch
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import DeviceReference, torch_versions
-
-if TYPE_CHECKING:
-    from pytest_klineage.references.base import Tensors
+from pytest_klineage.references.torch import prepare_gemm
 
 LIBRARIES = ("cublas", "cublaslt")
 """Names of torch's switch. Its own default picks one of them by shape; pinned, the record says which."""
@@ -53,12 +51,8 @@ class CublasReference(DeviceReference):
     def operators(self) -> tuple[str, ...]:
         return ("gemm",)
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
-        import torch
-
-        def call(inputs: Tensors, outputs: Tensors) -> None:
-            torch.mm(inputs["a"], inputs["b"], out=outputs["c"])
-
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
+        call = prepare_gemm(case)
         return {library: Variant(call, flags={"blas_library": library}) for library in LIBRARIES}
 
     def versions(self) -> dict[str, str]:

@@ -7,8 +7,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import HALVES, DeviceReference, torch_versions
+from pytest_klineage.references.torch import prepare_conv2d, prepare_fmha
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Convert, Tensors
@@ -20,7 +21,8 @@ PLANS_KEPT = "TORCH_CUDNN_V8_API_LRU_CACHE_LIMIT"
 SEARCH = {"cudnn_benchmark": True, "cudnn_benchmark_limit": 0}
 NO_SEARCH = {"cudnn_benchmark": False}
 ONLY_CUDNN_SDP = {"cudnn_sdp": True, "flash_sdp": False, "mem_efficient_sdp": False, "math_sdp": False}
-LARGEST_HEAD = {"sm90": 256, "sm120": 128}
+WIDE_HEADS = ("sm90",)
+"""Platforms on which its attention takes D up to 256; on all others it takes 128."""
 
 
 class CudnnReference(DeviceReference):
@@ -39,15 +41,15 @@ class CudnnReference(DeviceReference):
             return f"its attention takes {' and '.join(HALVES)}, not {case.dtype}"
         if case.options.get("window"):
             return "its attention through torch has no sliding window"
-        width, largest = case.shape["D"], LARGEST_HEAD[platform]
+        width, largest = case.shape["D"], 256 if platform in WIDE_HEADS else 128
         if width % 8 == 0 and width <= largest:
             return ""
         return f"its attention takes D up to {largest} in steps of 8, not {width}"
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         return conv2d(case) if case.operator == "conv2d" else fmha(case)
 
-    def chargeable(self, case: KernelCase) -> Collection[str] | None:
+    def countable(self, case: KernelCase) -> Collection[str] | None:
         if case.operator != "conv2d":
             return None
         order = ORDER_OF_LAYOUT[str(case.options.get("layout", "nchw"))]
@@ -63,15 +65,9 @@ def conv2d(case: KernelCase) -> dict[str, Variant]:
     The two that are not in the case's order are measured on converted inputs, for the record. A search times plans and
     takes the fastest, which is not the same one every time; with one plan kept, another shape makes room for another.
     """
-    from torch.nn.functional import conv2d
-
     os.environ[PLANS_KEPT] = "1"
-
-    stride, pad = case.shape["stride"], case.shape["pad"]
+    call = prepare_conv2d(case)
     own = ORDER_OF_LAYOUT[str(case.options.get("layout", "nchw"))]
-
-    def call(inputs: Tensors, outputs: Tensors) -> Tensors:
-        return {"y": conv2d(inputs["x"], inputs["w"], stride=stride, padding=pad)}
 
     found = {}
     for order in ORDER_OF_LAYOUT.values():
@@ -102,6 +98,4 @@ def to_order(order: str) -> Convert:
 
 def fmha(case: KernelCase) -> dict[str, Variant]:
     """scaled_dot_product_attention with every backend but cuDNN's switched off."""
-    from pytest_klineage.references.torch import prepare_fmha
-
     return {"sdpa": Variant(prepare_fmha(case), flags=ONLY_CUDNN_SDP)}

@@ -9,9 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import MissingDependency, UsageError
-from pytest_klineage.records import KernelCase
-from pytest_klineage.records.facts import CHARGED, MEASURED, NO_PART, SLOWER_SEARCH, VERSION_NOTE
-from pytest_klineage.references.base import AS_FAST, Reference, Trial, Variant
+from pytest_klineage.records import GPU_PLATFORMS, KernelCase
+from pytest_klineage.records.facts import COUNTED, MEASURED, NO_PART, SLOWER_SEARCH, VERSION_NOTE
+from pytest_klineage.references.base import AS_FAST, Reference, TrialTensors, Variant
 from pytest_klineage.references.choose import Choice, choose
 from pytest_klineage.references.flags import forbid_tf32
 from pytest_klineage.references.refusals import CANNOT_RUN, REFUSALS, UnsupportedCase, refuses
@@ -31,19 +31,23 @@ NOT_INSTALLED = "is not installed"
 class DeviceReference(Reference):
     """A library on a GPU. `prepare` takes the fastest of its variants; `describe` says which, and what all took."""
 
-    platforms: ClassVar[tuple[str, ...]] = ("sm90", "sm120")
+    platforms: ClassVar[tuple[str, ...]] = tuple(GPU_PLATFORMS)
 
     def __init__(self) -> None:
         self._choices: dict[str, Choice] = {}
 
     @abstractmethod
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         """The ways in which this library computes a case, planned and ready to be called.
 
         Raises MissingDependency when the library is not installed.
         """
 
-    def chargeable(self, case: KernelCase) -> Collection[str] | None:
+    def as_vendor(self) -> tuple[str, ...]:
+        """Names of the operators for which the reference "vendor" asks it."""
+        return self.operators()
+
+    def countable(self, case: KernelCase) -> Collection[str] | None:
         """Names of the variants that a kernel for this case is compared with; None for all. Others are recorded."""
         return None
 
@@ -51,7 +55,7 @@ class DeviceReference(Reference):
     def versions(self) -> dict[str, str]:
         """Versions of what it calls, and flags in force, for the record."""
 
-    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+    def prepare(self, case: KernelCase, trial: TrialTensors | None = None) -> Call:
         """The fastest variant.
 
         Raises UsageError where there is no GPU, MissingDependency where there is no library, UnsupportedCase where the
@@ -62,11 +66,11 @@ class DeviceReference(Reference):
             raise UsageError(f"the reference {self.name} compares its variants on tensors of the case; give it a trial")
         if case.dtype == "fp32":
             forbid_tf32()
-        choice = choose(self._planned(case, trial), trial, chargeable=self.chargeable(case))
+        choice = choose(self._planned(case, trial), trial, countable=self.countable(case))
         self._choices[case.id] = choice
         return choice.variant
 
-    def _planned(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def _planned(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         try:
             return self.variants(case, trial)
         except REFUSALS as error:
@@ -118,9 +122,9 @@ def reference_notes(facts: Mapping[str, str]) -> list[str]:
         kind, _, name = key.partition(".")
         if kind in PARTLESS and failed(said):
             notes.append(f"{name} {NO_PART}, which may be faster with it: {said}")
-    compared_ms, charged_ms = chosen_variant(facts)["variant_ms"], float(facts.get(MEASURED + CHARGED, 0.0))
-    if charged_ms > AS_FAST * compared_ms > 0:
-        times = f"{charged_ms:.5f} ms, {compared_ms:.5f} ms when it was compared"
+    compared_ms, counted_ms = chosen_variant(facts)["variant_ms"], float(facts.get(MEASURED + COUNTED, 0.0))
+    if counted_ms > AS_FAST * compared_ms > 0:
+        times = f"{counted_ms:.5f} ms, {compared_ms:.5f} ms when it was compared"
         notes.append(f"the reference's search {SLOWER_SEARCH}: {times}; judge again")
     return notes
 

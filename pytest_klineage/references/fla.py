@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import HALVES, DeviceReference, imported, pinned_version, torch_versions
 from pytest_klineage.references.fla_gdn import CHUNK, PHASES
+from pytest_klineage.references.functions import package_version
 
 if TYPE_CHECKING:
     from pytest_klineage.references.base import Tensors
@@ -37,7 +38,7 @@ class FlaReference(DeviceReference):
             return f"it computes in {' and '.join(HALVES)}, not in {case.dtype}"
         return f"D may be {LARGEST_WIDTH} at most" if case.shape["D"] > LARGEST_WIDTH else ""
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         if case.operator in PHASES:
             return PHASES[case.operator](case, self.remedy)
         gdn = imported("fla.ops.gated_delta_rule", "chunk_gated_delta_rule", self.remedy)
@@ -61,14 +62,4 @@ class FlaReference(DeviceReference):
         return {"chunk": Variant(call)}
 
     def versions(self) -> dict[str, str]:
-        return torch_versions() | triton_version() | pinned_version("fla-core", "fla", self.remedy)
-
-
-def triton_version() -> dict[str, str]:
-    """The version of Triton that compiles it."""
-    import importlib.metadata
-
-    try:
-        return {"triton": importlib.metadata.version("triton")}
-    except importlib.metadata.PackageNotFoundError:
-        return {"triton": "not installed"}
+        return torch_versions() | package_version("triton") | pinned_version("fla-core", "fla", self.remedy)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import HALVES, DeviceReference, imported, pinned_version, torch_versions
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ REMEDY = "pip install flashinfer-python==0.6.11"
 WORKSPACE_BYTES = 128 << 20
 """What its documentation recommends for attention."""
 HEAD_WIDTHS = (64, 128, 256)
-BACKENDS = {"sm90": "fa3", "sm120": "fa2"}
-"""What its own "auto" takes there; named, so that the record says it."""
+BACKENDS = {"sm90": "fa3"}
+"""What its own "auto" takes there, and "fa2" on all others; named, so that the record says it."""
 GDN_WIDTH = 128
 
 
@@ -45,14 +45,14 @@ class FlashInferReference(DeviceReference):
             return "its gated delta rule is written for sm90 alone"
         return "" if width == GDN_WIDTH else f"its gated delta rule takes D = {GDN_WIDTH}, not {width}"
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         return {"fmha": fmha, "topk": topk, "gdn": gdn}[case.operator](case, trial)
 
     def versions(self) -> dict[str, str]:
         return torch_versions() | pinned_version("flashinfer-python", "flashinfer", REMEDY)
 
 
-def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
+def fmha(case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
     """Ragged prefill, planned; it writes into the output.
 
     Of a contiguous [B,S,H,D] (layout bshd) it sees B sequences of H heads. A contiguous [B,H,S,D] has no constant
@@ -66,7 +66,7 @@ def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     together = case.options.get("layout", "bhsd") == "bshd"
     sequences, per_sequence = (batch, heads) if together else (batch * heads, 1)
     key_heads = per_sequence // int(case.options.get("group", 1))
-    backend, dtype = BACKENDS[trial.platform], trial.inputs["q"].dtype
+    backend, dtype = BACKENDS.get(trial.platform, "fa2"), trial.inputs["q"].dtype
     workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=trial.device)
     wrapper: Any = wrapper_of(workspace, kv_layout="NHD", backend=backend)
     starts = torch.arange(0, sequences * length + 1, length, dtype=torch.int32)
@@ -86,7 +86,7 @@ def fmha(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     return {backend: Variant(call)}
 
 
-def topk(case: KernelCase, trial: Trial) -> dict[str, Variant]:
+def topk(case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
     """flashinfer.top_k, unsorted. It selects with 32-bit indices; making them 64 bits wide is part of the call."""
     top_k = imported("flashinfer.topk", "top_k", REMEDY)
     count = case.shape["K"]
@@ -98,7 +98,7 @@ def topk(case: KernelCase, trial: Trial) -> dict[str, Variant]:
     return {"radix": Variant(call)}
 
 
-def gdn(case: KernelCase, trial: Trial) -> dict[str, Variant]:
+def gdn(case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
     """The prefill kernel. Its gates are exp(g), its states value by key: both are converted outside of the clock."""
     import torch
 

@@ -21,7 +21,7 @@ import msgspec
 
 from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.records import PLATFORMS, KernelCase, definition_digest
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.choose import Choice, choose, chosen_before
 from pytest_klineage.references.device import DeviceReference, torch_versions
 
@@ -54,7 +54,7 @@ class OwnReference(DeviceReference):
     def operators(self) -> tuple[str, ...]:
         return (self.case.operator,)
 
-    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+    def prepare(self, case: KernelCase, trial: TrialTensors | None = None) -> Call:
         """The fastest variant, warmed up. Raises UsageError without tensors to try it on."""
         if trial is None:
             raise UsageError(f"the reference {case.reference} is tried on tensors of the case; give it a trial")
@@ -78,7 +78,7 @@ class OwnReference(DeviceReference):
 class DefinitionReference(OwnReference):
     """The definition of a user's operator in the case's own precision: eager, or compiled with autotuning."""
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         if trial.definition is None:
             raise UsageError(
                 f"the reference {self.name} needs an operator with a definition, which {case.operator} is not"
@@ -96,17 +96,14 @@ class DefinitionReference(OwnReference):
 class FunctionReference(OwnReference):
     """A user's function, called like a kernel in Python: inputs in order, options by name, `out` where it has one."""
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         convert = None
         if case.reference_prepare:
-            convert = converting(self._function(case.reference_prepare, trial))
+            convert = converting(load_function(case.reference_prepare, trial.files))
         return {
-            written: Variant(calling(self._function(written, trial), trial), convert)
+            written: Variant(calling(load_function(written, trial.files), trial), convert)
             for written in dict.fromkeys((case.reference, *case.reference_variants))
         }
-
-    def _function(self, written: str, trial: Trial) -> Callable[..., Any]:
-        return load_function(written, trial.files)
 
     def describe(self, case: KernelCase) -> dict[str, str]:
         facts = super().describe(case)
@@ -134,7 +131,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-def calling(function: Callable[..., Any], trial: Trial) -> Call:
+def calling(function: Callable[..., Any], trial: TrialTensors) -> Call:
     """A call of a user's function: None where it fills its outputs or works in place, else its results by name."""
     accepted = keyword_names(function)
     named = {name: value for name, value in trial.named.items() if name in accepted}
@@ -162,7 +159,7 @@ def converting(function: Callable[..., Any]) -> Convert:
     def convert(inputs: Tensors) -> Tensors:
         result = function(*inputs.values())
         values = list(result) if isinstance(result, tuple | list) else [result]
-        return {str(place): value for place, value in enumerate(values)}
+        return {str(position): value for position, value in enumerate(values)}
 
     return convert
 
@@ -255,7 +252,7 @@ def file_digest(written: str, module: ModuleType | None) -> dict[str, str]:
     return {f"digest.{written}": definition_digest(Path(path).read_text(encoding="utf-8", errors="replace"))[:12]}
 
 
-def chosen_on_cpu(variants: Mapping[str, Variant], trial: Trial) -> Choice:
+def chosen_on_cpu(variants: Mapping[str, Variant], trial: TrialTensors) -> Choice:
     """The fastest variant on a CPU; one alone, or one that was chosen before, is only called once."""
     if len(variants) == 1 or trial.only:
         name = trial.only or next(iter(variants))

@@ -6,11 +6,11 @@ import re
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.records import PLATFORMS, KernelCase
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import DeviceReference, torch_versions
-from pytest_klineage.references.torch_gdn import prepare_gdn
-from pytest_klineage.references.torch_gdn_phases import (
+from pytest_klineage.references.torch_gdn import (
+    prepare_gdn,
     prepare_gdn_cumsum,
     prepare_gdn_fused_fwd,
     prepare_gdn_kkt_solve,
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 COMPOSED_LABEL = "torch-chunked (our composition of torch ops)"
 COMPOSED = ("gdn", "gdn_kkt_solve", "gdn_fused_fwd")
 """Operators that torch has not."""
+AS_VENDOR = ("fmha", "topk", "gdn_cumsum")
+"""Its own functions that no other library is known to beat: gdn and the other phases are compositions of ours."""
 ANY_SDP = {"cudnn_sdp": True, "flash_sdp": True, "mem_efficient_sdp": True, "math_sdp": True}
 """torch picks one of its attentions by itself, as it does for a user who sets nothing."""
 
@@ -32,13 +34,16 @@ class TorchReference(DeviceReference):
     """PyTorch eager, on whatever device the tensors are. Destination arguments are used where an operator has one."""
 
     name: ClassVar[str] = "torch"
-    platforms: ClassVar[tuple[str, ...]] = ("cpu", "sm90", "sm120")
+    platforms: ClassVar[tuple[str, ...]] = PLATFORMS
     remedy: ClassVar[str] = "pip install 'pytest-klineage[cpu]'"
 
     def operators(self) -> tuple[str, ...]:
         return tuple(PREPARE)
 
-    def prepare(self, case: KernelCase, trial: Trial | None = None) -> Call:
+    def as_vendor(self) -> tuple[str, ...]:
+        return AS_VENDOR
+
+    def prepare(self, case: KernelCase, trial: TrialTensors | None = None) -> Call:
         """The timed call, warmed up where there is a trial. Raises UnknownName for an operator that torch has not."""
         if trial is not None:
             return super().prepare(case, trial)
@@ -46,7 +51,7 @@ class TorchReference(DeviceReference):
             raise UnknownName("operator of reference torch", case.operator, PREPARE)
         return PREPARE[case.operator](case)
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         return {"eager": Variant(PREPARE[case.operator](case), flags=ANY_SDP if case.operator == "fmha" else {})}
 
     def label(self, case: KernelCase) -> str:

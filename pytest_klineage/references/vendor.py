@@ -8,21 +8,9 @@ from typing import ClassVar
 from pytest_klineage.errors import HarnessError, MissingDependency, UsageError
 from pytest_klineage.records import KernelCase
 from pytest_klineage.records.facts import VERSION_NOTE
-from pytest_klineage.references.base import Trial, Variant
+from pytest_klineage.references.base import TrialTensors, Variant
 from pytest_klineage.references.device import NOT_INSTALLED, DeviceReference
 from pytest_klineage.references.refusals import REFUSALS, UnsupportedCase, refuses
-
-MEMBERS = {
-    "gemm": ("cublas",),
-    "conv2d": ("cudnn",),
-    "fmha": ("cudnn", "flashinfer", "torch"),
-    "topk": ("flashinfer", "torch"),
-    "gdn": ("flashinfer", "fla"),
-    "gdn_cumsum": ("fla", "torch"),
-    "gdn_kkt_solve": ("fla",),
-    "gdn_fused_fwd": ("fla",),
-}
-"""By operator, whom it asks. torch's gdn and its phases are compositions of ours and no vendor's; torch.cumsum is."""
 
 
 class VendorReference(DeviceReference):
@@ -34,23 +22,27 @@ class VendorReference(DeviceReference):
     def __init__(self, libraries: Sequence[DeviceReference]) -> None:
         super().__init__()
         self._libraries = {library.name: library for library in libraries}
+        names = dict.fromkeys(name for library in libraries for name in library.as_vendor())
+        self._members = {
+            name: tuple(library.name for library in libraries if name in library.as_vendor()) for name in names
+        }
         self._absent: dict[str, dict[str, str]] = {}
 
     def operators(self) -> tuple[str, ...]:
-        return tuple(MEMBERS)
+        return tuple(self._members)
 
     def asks(self, operator: str) -> tuple[str, ...]:
-        return MEMBERS[operator]
+        return self._members[operator]
 
     def limits(self, case: KernelCase, platform: str) -> str:
-        refused = {name: self._libraries[name].limits(case, platform) for name in MEMBERS[case.operator]}
+        refused = {name: self._libraries[name].limits(case, platform) for name in self._members[case.operator]}
         return "" if not all(refused.values()) else "; ".join(f"{name}: {why}" for name, why in refused.items())
 
-    def variants(self, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         found: dict[str, Variant] = {}
         absent = self._absent[case.id] = {}
         missing: dict[str, str] = {}
-        for name in MEMBERS[case.operator]:
+        for name in self._members[case.operator]:
             library = self._libraries[name]
             try:
                 library.check(case, trial.platform)
@@ -70,10 +62,10 @@ class VendorReference(DeviceReference):
             raise kind(f"no library runs it: {causes}")
         return found
 
-    def chargeable(self, case: KernelCase) -> Collection[str] | None:
+    def countable(self, case: KernelCase) -> Collection[str] | None:
         names: list[str] = []
-        for name in MEMBERS[case.operator]:
-            own = self._libraries[name].chargeable(case)
+        for name in self._members[case.operator]:
+            own = self._libraries[name].countable(case)
             if own is None:
                 return None
             names += (f"{name}.{variant}" for variant in own)
@@ -86,7 +78,7 @@ class VendorReference(DeviceReference):
     def describe(self, case: KernelCase) -> dict[str, str]:
         """Also the versions of every library that was asked, and "absent.<library>" with the reason."""
         described, absent = super().describe(case), self._absent.get(case.id, {})
-        for name in MEMBERS[case.operator]:
+        for name in self._members[case.operator]:
             if name not in absent:
                 versions = self._libraries[name].versions()
                 if note := versions.pop(VERSION_NOTE, ""):

@@ -29,6 +29,7 @@ BY_CODE = {
         "a longer --klineage-time-limit does not help; look what makes one kernel run at two speeds: threads that the"
         " kernel starts itself and does not bind (std::thread), a quota of CPU time, other programs, changing clocks"
     ),
+    Code.INCONCLUSIVE_FEW: "raise --klineage-time-limit; look why a call, or a process's first ones, take so long",
     Code.NON_FINITE: "look for an overflow, a division by zero, or a maximum that was not subtracted",
     Code.UNWRITTEN: "write every element of every output, edges and tails as well",
     Code.INPUT_MUTATED: "copy what the kernel changes; inputs are read-only",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pytest_klineage.report.behind import card_block, reply_block, state_blocks
 from pytest_klineage.report.collect import Material
 from pytest_klineage.report.curves import cost_section, lineage_section, step_section
-from pytest_klineage.report.document import Absent, Block, Details, Headline, Problem, Report, Section
+from pytest_klineage.report.details import card_block, reply_block, state_blocks
+from pytest_klineage.report.document import Absent, Details, Headline, RecordedText, Report, Section, UnreadableInput
 from pytest_klineage.report.outcomes import (
     GENERATED_ONLY,
     RECOVERY,
@@ -21,17 +21,17 @@ from pytest_klineage.report.outcomes import (
     results,
     several_languages,
 )
-from pytest_klineage.report.paper_tables import with_paper
-from pytest_klineage.report.records_section import records_section
-from pytest_klineage.report.speedups import latency_section, mean_table, setup_section, speedup_section
-from pytest_klineage.report.steps import Optimization
-from pytest_klineage.report.studies import (
+from pytest_klineage.report.paper import with_paper
+from pytest_klineage.report.paper_sections import (
     GENERATED,
     card_section,
     generated_section,
     held_out_section,
     recovery_section,
 )
+from pytest_klineage.report.speedups import latency_section, mean_table, records_section, setup_section, speedup_section
+from pytest_klineage.report.steps import Optimization
+from pytest_klineage.report.text import counted
 
 COMMANDS = {
     "speedups": ("Speedups and latencies (Figure 3, Table 5)", "pytest suites/main_tier --platform cpu"),
@@ -44,7 +44,7 @@ COMMANDS = {
     "cards": ("Skill cards (Table 8)", "pytest-klineage report skills ..., after pytest suites/admission"),
     "recovery": ("Roundtrip recovery (Table 3)", "pytest suites/ablations/test_roundtrip_recovery.py --platform cpu"),
     "generated-only": ("Generated only (Table 4)", "pytest suites/ablations/test_generated_only.py --platform cpu"),
-    "held-out": ("Held-out instances (Tables 7 and 9)", "pytest suites/flaggems --platform sm120"),
+    "held-out": ("Held-out instances (Tables 7 and 9)", "pytest suites/flaggems --platform sm90"),
 }
 """By section: what it shows, and what makes its records."""
 
@@ -66,7 +66,7 @@ def assemble(material: Material, *, beside_paper: bool = False) -> Report:
         *_optimizations(optimized, details),
         *([lineage_section(material.lineages, details)] if material.lineages else []),
         *([card_section(material.cards, details)] if material.cards else []),
-        *_studies(every, main),
+        *_paper_sections(every, main, details),
         *([records_section(material.runs, details)] if any(run.records for run in material.runs) else []),
         *_setup(every, material),
     ]
@@ -92,17 +92,17 @@ def _optimizations(found: Sequence[Optimization], details: Details) -> list[Sect
     return [cost_section(shown, details), step_section(shown, details)] if shown else []
 
 
-def _kernels(material: Material, optimized: Sequence[Optimization]) -> dict[str, tuple[Block, ...]]:
+def _kernels(material: Material, optimized: Sequence[Optimization]) -> dict[str, tuple[RecordedText, ...]]:
     """Texts of kernels by source digest: states of lineages, and replies."""
-    found: dict[str, tuple[Block, ...]] = {
+    found: dict[str, tuple[RecordedText, ...]] = {
         step.source_digest: (reply_block(step),) for one in optimized for step in one.steps if step.reply
     }
     for read in material.lineages:
-        found |= {state.source_digest: state_blocks(read, state) for state in read.record.states}
+        found |= state_blocks(read)
     return found
 
 
-def _studies(every: Sequence[Attempt], main: Sequence[Result]) -> list[Section]:
+def _paper_sections(every: Sequence[Attempt], main: Sequence[Result], details: Details) -> list[Section]:
     recovery = [one for one in every if one.study == RECOVERY]
     sections = [recovery_section(recovery)] if recovery else []
     apart = any(one.study == GENERATED_ONLY for one in every)
@@ -110,12 +110,14 @@ def _studies(every: Sequence[Attempt], main: Sequence[Result]) -> list[Section]:
     if any(one.best.method == GENERATED for one in compared):
         sections.append(generated_section(compared))
     instances = results(one for one in every if held_out(one))
-    return sections + ([held_out_section(instances)] if instances else [])
+    return sections + ([held_out_section(instances, details)] if instances else [])
 
 
 def _setup(every: Sequence[Attempt], material: Material) -> list[Section]:
     verdicts = [one.verdict for one in every if one.verdict is not None]
-    verdicts += [state.verdict for read in material.lineages for state in read.record.states[-1:]]
+    verdicts += [
+        state.verdict for read in material.lineages for state in read.record.states[-1:] if state.verdict is not None
+    ]
     return [setup_section(verdicts)] if verdicts else []
 
 
@@ -125,20 +127,16 @@ def _summary(main: Sequence[Result], material: Material) -> tuple[Headline, ...]
         value = "no mean" if mean.order is None else mean.text
         rests_on = f"{coverage.text} scored, {reached.text} at or above 1x; {language.text} on {device.text}"
         lines.append(Headline(value, method.text, rests_on))
-    steps = sum(len(read.record.transitions) for read in material.lineages)
-    if material.lineages:
-        lines.append(Headline(str(steps), "validated steps", f"in {counted(len(material.lineages), 'lineage')}"))
+    walked = [read.record for read in material.lineages if not read.record.hand_made]
+    if walked:
+        steps = sum(len(lineage.transitions) for lineage in walked)
+        lines.append(Headline(str(steps), "validated steps", f"in {counted(len(walked), 'lineage')}"))
     if material.cards:
         admitted = sum(bool(card.successes) for card in material.cards)
         lines.append(
             Headline(f"{admitted}/{len(material.cards)}", "skill cards", "with a held-out trial that succeeded")
         )
     return tuple(lines)
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _of_the_paper(material: Material) -> bool:
@@ -155,7 +153,7 @@ def _absent(there: set[str], main: Sequence[Result]) -> list[Absent]:
     return [Absent(*COMMANDS[key]) for key in COMMANDS if key in missing]
 
 
-def _missing_lineages(material: Material) -> list[Problem]:
+def _missing_lineages(material: Material) -> list[UnreadableInput]:
     """Cards that rest on lineages which are not among what was read."""
     there = {read.record.name for read in material.lineages}
     absent: dict[str, list[str]] = {}
@@ -164,7 +162,7 @@ def _missing_lineages(material: Material) -> list[Problem]:
             if name not in there:
                 absent.setdefault(name, []).append(card.name)
     return [
-        Problem(f"lineage {name}", f"is not among what was read, and {_named(cards)} on it",
+        UnreadableInput(f"lineage {name}", f"is not among what was read, and {_named(cards)} on it",
                 f"give experts/{name}/lineage too; if it is lost, restore it from version control")
         for name, cards in absent.items()
     ]  # fmt: skip

@@ -15,7 +15,9 @@ import msgspec
 from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.records import Lineage, SkillCard, TrajectoryLine, Verdict, from_json
 from pytest_klineage.records.trajectory import Event
-from pytest_klineage.report.document import Problem
+from pytest_klineage.report.document import UnreadableInput
+from pytest_klineage.results.packed import PACKED, read_packed
+from pytest_klineage.results.retimed import read_retimed, with_effects
 from pytest_klineage.results.runs import RECORDS_FILE, RUN_FILE, Record, Run, RunInfo
 
 LINEAGE_FILE, CARD_FILE, LINES_SUFFIX = "lineage.json", "card.json", ".jsonl"
@@ -53,12 +55,16 @@ class Material:
     trajectories: list[ReadTrajectory] = field(default_factory=list)
     lineages: list[ReadLineage] = field(default_factory=list)
     cards: list[SkillCard] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[UnreadableInput] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing could be read at all."""
+        """Whether nothing could be read ."""
         return not (self.runs or self.trajectories or self.lineages or self.cards)
+
+    def report(self, where: object, what: str, next_step: str) -> None:
+        """Keep what is wrong with a file."""
+        self.problems.append(UnreadableInput(str(where), what, next_step))
 
 
 def collect(paths: Sequence[Path]) -> Material:
@@ -93,56 +99,62 @@ def _files(path: Path) -> Iterator[Path]:
             folders.clear()
             yield from (Path(folder, name) for name in records)
             continue
-        for name in sorted(names):
+        for name in sorted({name.removesuffix(PACKED) for name in names}):
             if name.endswith(LINES_SUFFIX) and not name.endswith(VERDICTS_SUFFIX):
                 yield Path(folder, name)
 
 
 def _read(file: Path, material: Material, *, asked_for: bool) -> None:
     try:
-        data = file.read_bytes()
+        data = read_packed(file)
     except OSError as error:
-        material.problems.append(
-            Problem(str(file), f"cannot be read: {error.strerror or error}", "look at its permissions")
-        )
+        material.report(file, f"cannot be read: {error.strerror or error}", "look at its permissions")
         return
     if file.name == LINEAGE_FILE:
-        lineage = _record(file, data, Lineage, material.problems)
-        material.lineages += [ReadLineage(file.parent, lineage)] if lineage is not None else []
+        _read_lineage(file, data, material)
     elif file.name == CARD_FILE:
-        card = _record(file, data, SkillCard, material.problems)
-        material.cards += [card] if card is not None else []
+        material.cards += _record(file, data, SkillCard, material)
     else:
         _read_lines(file, data, material, asked_for=asked_for)
+
+
+def _read_lineage(file: Path, data: bytes, material: Material) -> None:
+    """The lineage with the effects that count."""
+    try:
+        again = read_retimed(file.parent)
+    except BadRecord as error:
+        material.report(file.parent, str(error), "remove the file, or its bad line")
+        again = {}
+    for lineage in _record(file, data, Lineage, material):
+        material.lineages.append(ReadLineage(file.parent, with_effects(lineage, again)))
 
 
 def _read_lines(file: Path, data: bytes, material: Material, *, asked_for: bool) -> None:
     kind = _kind_of(data)
     if file.name == RECORDS_FILE or kind is Record:
-        records = _lines(file, data, Record, material.problems)
+        records = _lines(file, data, Record, material)
     elif kind is Verdict:
-        found = _lines(file, data, Verdict, material.problems)
-        records = [Record(nodeid=f"{file.stem}:{place}", verdict=one) for place, one in enumerate(found, start=1)]
+        found = _lines(file, data, Verdict, material)
+        records = [Record(nodeid=f"{file.stem}:{position}", verdict=one) for position, one in enumerate(found, start=1)]
     elif kind is TrajectoryLine:
-        lines = _lines(file, data, TrajectoryLine, material.problems)
-        if lines:
+        if lines := _lines(file, data, TrajectoryLine, material):
             material.trajectories.append(ReadTrajectory(file, tuple(line.event for line in lines)))
         return
     else:
         if asked_for:
             what = "is neither a run, a trajectory, a lineage nor a card"
-            material.problems.append(Problem(str(file), what, "give the folder of a run: results/runs/..."))
+            material.report(file, what, "give the folder of a run: results/runs/...")
         return
     if records or not data.strip():
         path = file.parent if file.name == RECORDS_FILE else file
-        material.runs.append(Run(path=path, info=_run_info(file, material.problems), records=tuple(records)))
+        material.runs.append(Run(path=path, info=_run_info(file, material), records=tuple(records)))
 
 
-def _run_info(file: Path, problems: list[Problem]) -> RunInfo | None:
+def _run_info(file: Path, material: Material) -> RunInfo | None:
     path = file.parent / RUN_FILE
     if file.name != RECORDS_FILE or not path.is_file():
         return None
-    return _record(path, path.read_bytes(), RunInfo, problems)
+    return next(iter(_record(path, path.read_bytes(), RunInfo, material)), None)
 
 
 def _kind_of(data: bytes) -> type[msgspec.Struct] | None:
@@ -156,15 +168,16 @@ def _kind_of(data: bytes) -> type[msgspec.Struct] | None:
     return None
 
 
-def _record(file: Path, data: bytes, kind: type[T], problems: list[Problem]) -> T | None:
+def _record(file: Path, data: bytes, kind: type[T], material: Material) -> list[T]:
+    """The record of a file; nothing, and a problem, where it cannot be read."""
     try:
-        return from_json(data, kind)
+        return [from_json(data, kind)]
     except BadRecord as error:
-        problems.append(Problem(str(file), str(error), "restore it from version control, or make it anew"))
-        return None
+        material.report(file, str(error), "restore it from version control, or make it anew")
+        return []
 
 
-def _lines(file: Path, data: bytes, kind: type[T], problems: list[Problem]) -> list[T]:
+def _lines(file: Path, data: bytes, kind: type[T], material: Material) -> list[T]:
     """Every line that can be read; one problem for each way in which others cannot."""
     lines = data.split(b"\n")
     found: list[T] = []
@@ -178,9 +191,9 @@ def _lines(file: Path, data: bytes, kind: type[T], problems: list[Problem]) -> l
             wrong.setdefault(str(error), []).append(number)
     for message, numbers in wrong.items():
         where = f"{file}, line{'s' if len(numbers) > 1 else ''} {_numbers(numbers)}"
-        problems.append(Problem(where, message, "the other lines are in this report"))
+        material.report(where, message, "the other lines are in this report")
     if lines[-1].strip():
-        problems.append(Problem(str(file), CUT_SHORT, "judge that kernel again if it is missing below"))
+        material.report(file, CUT_SHORT, "judge that kernel again if it is missing below")
     return found
 
 

@@ -13,12 +13,13 @@ import random
 import re
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.records import Interval, Status, Timing, Verdict
-from pytest_klineage.records.baseline import Baseline, Comparison, Outcome, Pin
+from pytest_klineage.records.baseline import Baseline, Comparison, ComparisonOutcome, Pin
 from pytest_klineage.records.facts import MEASURED
 from pytest_klineage.records.verdict import DISTURBED
 
@@ -64,35 +65,43 @@ def change_interval(
     return Interval(math.exp(estimate), math.exp(min(low, estimate)), math.exp(max(high, estimate)), confidence)
 
 
-def classify(change: Interval, margin: float) -> Outcome:
+def classify(change: Interval, margin: float) -> ComparisonOutcome:
     """slower, faster or same when the whole interval says so; unclear when it reaches over the margin.
 
     The margin is relative and the same in both directions: 1 - margin below, its reciprocal above.
     """
     line = 1 - margin
     if change.high < line:
-        return Outcome.SLOWER
+        return ComparisonOutcome.SLOWER
     if change.low > 1 / line:
-        return Outcome.FASTER
-    return Outcome.SAME if change.low >= line and change.high <= 1 / line else Outcome.UNCLEAR
+        return ComparisonOutcome.FASTER
+    return ComparisonOutcome.SAME if change.low >= line and change.high <= 1 / line else ComparisonOutcome.UNCLEAR
+
+
+def finding(
+    nodeid: str, verdict: Verdict, against: str, margin: float, outcome: ComparisonOutcome, message: str,
+    advice: str = "", /, **facts: Any,
+) -> Comparison:  # fmt: skip
+    """What is said of one kernel's verdict of today; `facts` are further fields."""
+    new = verdict.timing.speedup if verdict.timing else None
+    return Comparison(
+        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against=against, outcome=outcome, message=message,
+        advice=advice, margin=margin, new=new, **facts,
+    )  # fmt: skip
 
 
 def compare(pin: Pin, verdict: Verdict, *, against: str, margin: float, confidence: float = CONFIDENCE) -> Comparison:
     """One kernel's verdict of today with its pin."""
-    said = Comparison(
-        nodeid=pin.nodeid, case=verdict.case.id, kernel=verdict.label, against=against, outcome=Outcome.SKIPPED,
-        margin=margin, old=pin.timing.speedup, new=verdict.timing.speedup if verdict.timing else None,
-    )  # fmt: skip
     outcome, message, advice, change = _judged(pin, verdict, against, margin, confidence)
-    made = _with(said, outcome, message, advice, change)
+    old = pin.timing.speedup
+    made = finding(pin.nodeid, verdict, against, margin, outcome, message, advice, ratio=change, old=old)
     if pin.again is None or verdict.timing is None or change is None or not outcome.change:
         return made
     other = change_interval(pin.again, verdict.timing, confidence=confidence)
     if classify(other, margin) is outcome:
         return msgspec.structs.replace(made, ratios=(change, other))
     message = f"{change_text(change)}, and {change_text(other)} of the second judgement that was pinned: not the same"
-    made = _with(said, Outcome.UNCLEAR, message, _advice(Outcome.UNCLEAR, against), change)
-    return msgspec.structs.replace(made, ratios=(change, other))
+    return _unclear(made, message, ratios=(change, other))
 
 
 def compare_with(
@@ -103,14 +112,10 @@ def compare_with(
     for pin in baseline.pins:
         if pin.key == key:
             return compare(pin, verdict, against=baseline.name, margin=margin, confidence=confidence)
-    skipped = verdict.status is Status.SKIPPED
-    return Comparison(
-        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against=baseline.name, margin=margin,
-        outcome=Outcome.SKIPPED if skipped else Outcome.NEW,
-        message="it was not judged" if skipped else f"baseline {baseline.name!r} has no pin of it",
-        advice="" if skipped else f"--klineage-save={baseline.name} adds it",
-        new=verdict.timing.speedup if verdict.timing else None,
-    )  # fmt: skip
+    if verdict.status is Status.SKIPPED:
+        return finding(nodeid, verdict, baseline.name, margin, ComparisonOutcome.SKIPPED, "it was not judged")
+    message, advice = f"baseline {baseline.name!r} has no pin of it", f"--klineage-save={baseline.name} adds it"
+    return finding(nodeid, verdict, baseline.name, margin, ComparisonOutcome.NEW, message, advice)
 
 
 def confirmed(first: Comparison, second: Comparison, again: Verdict) -> Comparison:
@@ -126,22 +131,20 @@ def confirmed(first: Comparison, second: Comparison, again: Verdict) -> Comparis
         message = f"{first.message}; judged once more {change_text(second.ratio)}"
         return msgspec.structs.replace(both, message=message)
     message = f"{change_text(first.ratio)}, not confirmed; judged once more {second.message}"
-    return _with(both, Outcome.UNCLEAR, message, _advice(Outcome.UNCLEAR, ""), first.ratio)
+    return _unclear(both, message)
 
 
 def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: float) -> Comparison:
     """One kernel with the base's, from a judgement in which the base's kernel took the reference's place."""
-    said = Comparison(
-        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against="base", outcome=Outcome.BASE_FAILED,
-        margin=margin, new=verdict.timing.speedup if verdict.timing else None, verdict=paired,
-    )  # fmt: skip
     if paired.timing is None or not paired.scored:
         reason = paired.reasons[0]
         message = f"the base's kernel could not be compared with: {reason.code.value}: {_line(reason.message)}"
-        return _with(said, Outcome.BASE_FAILED, message, "build the base's kernel with the flags of the head", None)
+        advice, failed = "build the base's kernel with the flags of the head", ComparisonOutcome.BASE_FAILED
+        return finding(nodeid, verdict, "base", margin, failed, message, advice, verdict=paired)
     change = paired.timing.speedup
-    outcome = Outcome.UNCLEAR if paired.code in DISTURBED else classify(change, margin)
-    return _with(said, outcome, _figures(outcome, change, "base", margin), _advice(outcome, ""), change)
+    outcome = ComparisonOutcome.UNCLEAR if paired.code in DISTURBED else classify(change, margin)
+    message, advice = _figures(outcome, change, "base", margin), _advice(outcome, "")
+    return finding(nodeid, verdict, "base", margin, outcome, message, advice, ratio=change, verdict=paired)
 
 
 def precision_for(margin: float) -> float:
@@ -154,15 +157,12 @@ def missing(nodeid: str, verdict: Verdict, name: str, others: Sequence[Baseline]
     machine = verdict.machine
     here = f"{machine.device} ({machine.platform})" if machine is not None else "this machine"
     there = ", ".join(sorted({f"{other.device} ({other.platform})" for other in others}))
-    message = f"there is no baseline {name!r}"
+    outcome, message = ComparisonOutcome.NO_BASELINE, f"there is no baseline {name!r}"
     if others:
+        outcome = ComparisonOutcome.OTHER_DEVICE
         message = f"baseline {name!r} was pinned on {there}; this is {here}, and speeds of two devices do not compare"
-    return Comparison(
-        nodeid=nodeid, case=verdict.case.id, kernel=verdict.label, against=name, margin=margin,
-        outcome=Outcome.OTHER_DEVICE if others else Outcome.NO_BASELINE, message=message,
-        advice=f"pin it where the reviewed code is, on {here}: pytest --klineage-save={name}",
-        new=verdict.timing.speedup if verdict.timing else None,
-    )  # fmt: skip
+    advice = f"pin it where the reviewed code is, on {here}: pytest --klineage-save={name}"
+    return finding(nodeid, verdict, name, margin, outcome, message, advice)
 
 
 def reference_differences(old: dict[str, str], new: dict[str, str]) -> list[str]:
@@ -187,48 +187,51 @@ def _mebibytes(size: int) -> str:
 
 def _judged(
     pin: Pin, verdict: Verdict, against: str, margin: float, confidence: float
-) -> tuple[Outcome, str, str, Interval | None]:
+) -> tuple[ComparisonOutcome, str, str, Interval | None]:
     """Outcome, sentence, next step and ratio of one comparison with a pin."""
     if verdict.status is Status.SKIPPED:
-        return Outcome.SKIPPED, f"it was not judged: {_line(verdict.reasons[0].message)}", "", None
+        return ComparisonOutcome.SKIPPED, f"it was not judged: {_line(verdict.reasons[0].message)}", "", None
     if verdict.timing is None or not verdict.scored:
         message = f"it was timed when it was pinned, and is {verdict.code.value} now"
-        return Outcome.BROKEN, message, "see the verdict of its test", None
+        return ComparisonOutcome.BROKEN, message, "see the verdict of its test", None
     again = f"pin it anew, from the reviewed code: pytest --klineage-save={against}"
     if pin.machine.device != (device := verdict.machine.device if verdict.machine else ""):
         message = f"it was pinned on {pin.machine.device}; this is {device or 'an unknown device'}"
-        return Outcome.OTHER_DEVICE, message, again, None
+        return ComparisonOutcome.OTHER_DEVICE, message, again, None
     if pin.case.definition != verdict.case.definition:
         message = "the definition of its operator has changed since it was pinned"
-        return Outcome.OTHER_DEFINITION, message, again, None
+        return ComparisonOutcome.OTHER_DEFINITION, message, again, None
     differences = reference_differences(pin.reference, verdict.reference)
     if pin.case.reference != verdict.case.reference:
         differences.insert(0, f"reference {pin.case.reference} then, {verdict.case.reference} now")
     if differences:
         more = len(differences) - SHOWN_DIFFERENCES
         message = "; ".join(differences[:SHOWN_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
-        return Outcome.OTHER_REFERENCE, message, again, None
+        return ComparisonOutcome.OTHER_REFERENCE, message, again, None
     if differences := setup_differences(pin.timing, verdict.timing):
         message = f"it was timed otherwise: {'; '.join(differences)}"
-        return Outcome.OTHER_SETUP, message, again, None
+        return ComparisonOutcome.OTHER_SETUP, message, again, None
     if pin.timing.policy != verdict.timing.policy:
         message = f"it was pinned with the timing policy {pin.timing.policy}; this is {verdict.timing.policy}"
-        return Outcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
+        return ComparisonOutcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
     change = change_interval(pin.timing, verdict.timing, confidence=confidence)
-    outcome = Outcome.UNCLEAR if verdict.code in DISTURBED else classify(change, margin)
+    outcome = ComparisonOutcome.UNCLEAR if verdict.code in DISTURBED else classify(change, margin)
     return outcome, _figures(outcome, change, f"baseline {against!r}", margin), _advice(outcome, against), change
 
 
-def _with(said: Comparison, outcome: Outcome, message: str, advice: str, change: Interval | None) -> Comparison:
-    return msgspec.structs.replace(said, outcome=outcome, message=message, advice=advice, ratio=change)
+def _unclear(said: Comparison, message: str, **facts: Any) -> Comparison:
+    outcome = ComparisonOutcome.UNCLEAR
+    return msgspec.structs.replace(said, outcome=outcome, message=message, advice=_advice(outcome, ""), **facts)
 
 
-def _figures(outcome: Outcome, change: Interval, whom: str, margin: float) -> str:
+def _figures(outcome: ComparisonOutcome, change: Interval, whom: str, margin: float) -> str:
     figure = f"{change_text(change)} of the speed of the {whom}"
     limits = f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
-    if outcome is Outcome.UNCLEAR:
+    if outcome is ComparisonOutcome.UNCLEAR:
         return f"{figure}: the interval reaches over {limits}, or the timing was disturbed"
-    where = {Outcome.SLOWER: "all of it below", Outcome.FASTER: "all of it above"}.get(outcome, "all of it within")
+    where = {ComparisonOutcome.SLOWER: "all of it below", ComparisonOutcome.FASTER: "all of it above"}.get(
+        outcome, "all of it within"
+    )
     return f"{figure}, {where} {limits}"
 
 
@@ -237,12 +240,12 @@ def change_text(change: Interval) -> str:
     return f"{change.estimate:.3f}x [{change.low:.3f}, {change.high:.3f}]"
 
 
-def _advice(outcome: Outcome, baseline: str) -> str:
-    if outcome is Outcome.SLOWER:
+def _advice(outcome: ComparisonOutcome, baseline: str) -> str:
+    if outcome is ComparisonOutcome.SLOWER:
         return "profile the kernel, or say in the review why it may be slower"
-    if outcome is Outcome.FASTER and baseline:
+    if outcome is ComparisonOutcome.FASTER and baseline:
         return f"the baseline is outdated; once this is merged, pin it anew: pytest --klineage-save={baseline}"
-    if outcome is Outcome.UNCLEAR:
+    if outcome is ComparisonOutcome.UNCLEAR:
         return "quieten the machine, raise --klineage-time-limit, or allow more"
     return ""
 

@@ -6,7 +6,6 @@ Texts of kernels and tests are data here: they cannot end a table's cell, nor be
 from __future__ import annotations
 
 import html
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -14,14 +13,14 @@ from typing import NamedTuple
 from tabulate import tabulate
 
 from pytest_klineage.records import Interval
-from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
 from pytest_klineage.report.compare import change_text
+from pytest_klineage.report.text import INDENT, WIDTH, elided, plain_table, wrapped
 
-WIDTH = 100
 HEADERS = ("case", "kernel", "then", "now", "now/then", "outcome")
 NAME_COLUMNS = (25, 14)
 """Characters of a case and of a kernel that a terminal's table shows."""
-QUIET = frozenset({Outcome.SAME, Outcome.UNCHANGED, Outcome.SKIPPED})
+QUIET = frozenset({ComparisonOutcome.SAME, ComparisonOutcome.UNCHANGED, ComparisonOutcome.SKIPPED})
 """Outcomes that need no line beside the table."""
 ANNOTATIONS = 10
 """Of each level, about as many as GitHub shows for one step."""
@@ -46,30 +45,24 @@ def comparison_lines(comparisons: Sequence[Comparison], width: int = WIDTH) -> l
     if not comparisons:
         return []
     rows = [_row(comparison) for comparison in comparisons]
-    rows = [[_elided(row[0], NAME_COLUMNS[0]), _elided(row[1], NAME_COLUMNS[1]), *row[2:]] for row in rows]
-    rule = ["-" * max(len(row[column]) for row in (HEADERS, *rows)) for column in range(len(HEADERS))]
-    table = tabulate([HEADERS, rule, *rows], tablefmt="plain", disable_numparse=True)
-    return [*(line.rstrip() for line in table.splitlines()), "", counts(comparisons), *note_lines(comparisons, width)]
+    rows = [[elided(row[0], NAME_COLUMNS[0]), elided(row[1], NAME_COLUMNS[1]), *row[2:]] for row in rows]
+    return [*plain_table(HEADERS, rows), "", counts(comparisons), *note_lines(comparisons, width)]
 
 
 def note_lines(comparisons: Iterable[Comparison], width: int = WIDTH) -> list[str]:
     """What happened to each kernel that is not as before, and what to do; the same thing is said once for all."""
     lines: list[str] = []
     for names, comparison in _alike(comparison for comparison in comparisons if comparison.outcome not in QUIET):
-        text = f"{names}: {comparison.outcome.value}: {comparison.message}"
-        lines += textwrap.wrap(text, width, subsequent_indent="    ", break_on_hyphens=False)
+        lines += wrapped(f"{names}: {comparison.outcome.value}: {comparison.message}", width)
         if comparison.advice:
-            advice = f"next: {comparison.advice}"
-            lines += textwrap.wrap(
-                advice, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
-            )
+            lines += wrapped(f"next: {comparison.advice}", width, first=INDENT)
     return lines
 
 
 def counts(comparisons: Iterable[Comparison]) -> str:
     """How many of each outcome, the bad ones first."""
     found = Counter(comparison.outcome for comparison in comparisons)
-    ordered = sorted(found, key=lambda outcome: (not outcome.bad, list(Outcome).index(outcome)))
+    ordered = sorted(found, key=lambda outcome: (not outcome.bad, list(ComparisonOutcome).index(outcome)))
     return ", ".join(f"{found[outcome]} {outcome.value.replace('_', ' ')}" for outcome in ordered)
 
 
@@ -109,8 +102,8 @@ def annotations_of(comparisons: Iterable[Comparison], *, failing: bool) -> list[
     """One for each kernel that became slower, broken or faster, or that could not be compared; worst first."""
     found = []
     for comparison in comparisons:
-        if comparison.outcome in (Outcome.FASTER, Outcome.BASE_FAILED):
-            level = "notice" if comparison.outcome is Outcome.FASTER else "warning"
+        if comparison.outcome in (ComparisonOutcome.FASTER, ComparisonOutcome.BASE_FAILED):
+            level = "notice" if comparison.outcome is ComparisonOutcome.FASTER else "warning"
         elif comparison.outcome.bad:
             level = "error" if failing else "warning"
         else:
@@ -137,7 +130,7 @@ def annotation_lines(found: Iterable[Annotation]) -> list[str]:
 
 def _alike(comparisons: Iterable[Comparison]) -> list[tuple[str, Comparison]]:
     """Comparisons that say the same, once, with the names of all kernels that it is said of."""
-    groups: dict[tuple[Outcome, str, str], list[Comparison]] = {}
+    groups: dict[tuple[ComparisonOutcome, str, str], list[Comparison]] = {}
     for comparison in comparisons:
         groups.setdefault((comparison.outcome, comparison.message, comparison.advice), []).append(comparison)
     return [(", ".join(f"{c.case} {c.kernel}".rstrip() for c in group), group[0]) for group in groups.values()]
@@ -156,14 +149,6 @@ def _row(comparison: Comparison) -> list[str]:
 
 def _speedup(interval: Interval | None) -> str:
     return f"{interval.estimate:.3f}x" if interval else "-"
-
-
-def _elided(text: str, size: int) -> str:
-    """At most `size` characters: the middle gives way, because both ends of a case's name say something."""
-    if len(text) <= size:
-        return text
-    head = (size - 1) // 2
-    return f"{text[:head]}..{text[len(text) - (size - 2 - head) :]}"
 
 
 def _cell(text: str) -> str:

@@ -6,12 +6,10 @@ import re
 from collections.abc import Sequence
 
 from pytest_klineage.records import Lineage, Verdict
-from pytest_klineage.report.behind import of_rejection, of_state, of_step
-from pytest_klineage.report.cells import NOTHING, time_cell, times
 from pytest_klineage.report.collect import ReadLineage
+from pytest_klineage.report.details import of_rejection, of_state, of_step
 from pytest_klineage.report.document import (
     Cell,
-    Column,
     Details,
     Figure,
     FigureKind,
@@ -22,9 +20,11 @@ from pytest_klineage.report.document import (
     Series,
     Table,
     Tone,
+    columns,
 )
 from pytest_klineage.report.outcomes import method_order, study_of
-from pytest_klineage.report.steps import Optimization, Step, running_best
+from pytest_klineage.report.steps import Optimization, ReportedStep, running_best
+from pytest_klineage.report.table_cells import NONE, counted_cell, named, time_cell, times
 from pytest_klineage.report.tables import milliseconds, ratio
 
 DOLLARS, STEPS = "charged for model calls ($)", "step"
@@ -33,27 +33,18 @@ DOLLARS, STEPS = "charged for model calls ($)", "step"
 def cost_section(found: Sequence[Optimization], details: Details) -> Section:
     """Running best against dollars for each case (the paper's Figure 4), and what each run came to."""
     methods = method_order(one.method for one in found)
-    places: dict[tuple[str, str, str], list[Optimization]] = {}
+    positions: dict[tuple[str, str, str], list[Optimization]] = {}
     for one in found:
-        places.setdefault((study_of(one.path), one.platform, one.case_id), []).append(one)
+        positions.setdefault((study_of(one.path), one.platform, one.case_id), []).append(one)
     figures = []
-    for (study, platform, case), here in sorted(places.items()):
+    for (study, platform, case), here in sorted(positions.items()):
         dollars = any(one.spent_usd > 0 for one in here)
-        series = tuple(
+        series = [
             Series(one.method, methods.index(one.method), _best_points(one, details, dollars), Line.STEPS)
             for one in here
-        )
-        figures.append(
-            Figure(
-                key=_key("cost", study, platform, case),
-                kind=FigureKind.CURVES,
-                title=f"{case}, {platform}{_over_expert(study)}",
-                x_label=DOLLARS if dollars else STEPS,
-                y_label="best speedup so far (x)",
-                series=series,
-                parity="reference",
-            )
-        )
+        ]
+        key, title = _key("cost", study, platform, case), f"{case}, {platform}{_over_expert(study)}"
+        figures.append(_speedups(key, title, series, dollars, "best speedup so far (x)"))
     text = (
         "Highest estimate of a kernel that passed the gate so far, by what the model calls had cost. Each line is one "
         "run; a method without a line brought no kernel."
@@ -82,41 +73,28 @@ def _steps(one: Optimization, number: int, colour: int, details: Details) -> Fig
     """The steps of one run; `number` tells several runs of one method apart, 0 where there is one."""
     dollars = one.spent_usd > 0
     run = f", run {number}" if number else ""
+    key = _key("steps", study_of(one.path), one.platform, one.case_id, one.method, str(number or 1))
+    title = f"{one.method} on {one.case_id}, {one.platform}{run}{_over_expert(study_of(one.path))}"
+    series = [
+        Series("steps", colour, _step_points(one, details)),
+        Series("running best", colour, _best_points(one, details, dollars), Line.STEPS),
+    ]
+    return _speedups(key, title, series, dollars, "speedup (x)")
+
+
+def _speedups(key: str, title: str, series: Sequence[Series], dollars: bool, y_label: str) -> Figure:
+    """Speedups over dollars, or over steps where nothing was charged."""
     return Figure(
-        key=_key("steps", study_of(one.path), one.platform, one.case_id, one.method, str(number or 1)),
-        kind=FigureKind.CURVES,
-        title=f"{one.method} on {one.case_id}, {one.platform}{run}{_over_expert(study_of(one.path))}",
-        x_label=DOLLARS if dollars else STEPS,
-        y_label="speedup (x)",
-        series=(
-            Series("steps", colour, _step_points(one, details)),
-            Series("running best", colour, _best_points(one, details, dollars), Line.STEPS),
-        ),
-        parity="reference",
-    )
+        key=key, kind=FigureKind.CURVES, title=title, x_label=DOLLARS if dollars else STEPS, y_label=y_label,
+        series=tuple(series), parity="reference",
+    )  # fmt: skip
 
 
 def run_table(found: Sequence[Optimization]) -> Table:
     """One row for each optimization; the root that it began with is none of its steps."""
-    names = (
-        "method",
-        "case",
-        "platform",
-        "model",
-        "steps",
-        "scored",
-        "wrappers",
-        "failed",
-        "spent $",
-        "budget $",
-        "best",
-        "best at $",
-        "ended",
-    )
-    numeric = {"steps", "scored", "wrappers", "failed", "spent $", "budget $", "best", "best at $"}
-    rows = tuple(_run_row(one) for one in found)
-    table = Table("Runs", tuple(Column(name, numeric=name in numeric) for name in names), rows)
-    return table.condensed("platform", "model", "budget $")
+    figures = ("steps", "scored", "wrappers", "failed", "spent $", "budget $", "best", "best at $")
+    heads = columns("method", "case", "platform", "model", *figures, "ended", numeric=figures)
+    return Table("Runs", heads, tuple(map(_run_row, found))).condensed("platform", "model", "budget $")
 
 
 def lineage_section(found: Sequence[ReadLineage], details: Details) -> Section:
@@ -136,16 +114,11 @@ def lineage_section(found: Sequence[ReadLineage], details: Details) -> Section:
 
 def state_table(found: Sequence[ReadLineage], details: Details) -> Table:
     """Every state of every lineage, naive first."""
-    names = ("lineage", "state", "adds", "kernel ms", "over naive", "step", "refused", "outcome")
-    numeric = {"kernel ms", "over naive", "step", "refused"}
-    rows = [row for read in found for row in _state_rows(read, details)]
+    figures = ("kernel ms", "over naive", "step", "refused")
+    heads = columns("lineage", "state", "adds", *figures, "outcome", numeric=figures)
+    rows = tuple(row for read in found for row in _state_rows(read, details))
     notes = ("step: time before over time after it, measured as a pair. over naive: from the states' own times.",)
-    return Table(
-        "States of the lineages",
-        tuple(Column(name, numeric=name in numeric) for name in names),
-        tuple(rows),
-        notes=notes,
-    )
+    return Table("States of the lineages", heads, rows, notes=notes)
 
 
 def _trace(read: ReadLineage, details: Details) -> Figure:
@@ -156,7 +129,7 @@ def _trace(read: ReadLineage, details: Details) -> Figure:
         Point(
             x=last - index,
             y=_ms(state.verdict),
-            text=f"{state.name}: {_told_ms(state.verdict)}",
+            text=f"{state.name}: {_time_text(state.verdict)}",
             mark=Mark.SCORED if _ms(state.verdict) is not None else Mark.FAILED,
             detail=of_state(read, index, details),
         )
@@ -169,7 +142,7 @@ def _trace(read: ReadLineage, details: Details) -> Figure:
     return Figure(
         key=_key("lineage", lineage.name),
         kind=FigureKind.CURVES,
-        title=f"{lineage.name}: {lineage.case.id}",
+        title=f"{lineage.name}{', hand-made' if lineage.hand_made else ''}: {lineage.case.id}",
         x_label="from expert to naive",
         y_label="kernel (ms)",
         series=tuple(series),
@@ -181,21 +154,19 @@ def _refusals(read: ReadLineage, details: Details) -> list[Point]:
     """Refused proposals at the state that they were made for: the one after the step, or the first state."""
     lineage = read.record
     last = len(lineage.states) - 1
-    places = [(last, lineage.rejected)]
-    places += [(last - number, step.rejected) for number, step in enumerate(lineage.transitions, start=1)]
-    points = []
-    for place, rejections in sorted(places, key=lambda item: item[0]):
-        for number, rejection in enumerate(rejections):
-            points.append(
-                Point(
-                    x=place + min(0.12, 0.8 / len(rejections)) * (number + 1),
-                    y=_ms(rejection.verdict) if rejection.verdict else None,
-                    text=f"refused, {rejection.category.value}: {rejection.reason}",
-                    mark=Mark.REJECTED,
-                    detail=of_rejection(read, place, number, rejection, details),
-                )
-            )
-    return points
+    positions = [(last, lineage.rejected)]
+    positions += [(last - number, step.rejected) for number, step in enumerate(lineage.transitions, start=1)]
+    return [
+        Point(
+            x=position + min(0.12, 0.8 / len(rejections)) * (number + 1),
+            y=_ms(rejection.verdict),
+            text=f"refused, {rejection.category.value}: {rejection.reason}",
+            mark=Mark.REJECTED,
+            detail=of_rejection(read, position, number, rejection, details),
+        )
+        for position, rejections in sorted(positions, key=lambda item: item[0])
+        for number, rejection in enumerate(rejections)
+    ]
 
 
 def _state_rows(read: ReadLineage, details: Details) -> list[tuple[Cell, ...]]:
@@ -208,14 +179,14 @@ def _state_rows(read: ReadLineage, details: Details) -> list[tuple[Cell, ...]]:
         refused = len(step.rejected if step is not None else lineage.rejected)
         rows.append(
             (
-                Cell(f"{lineage.name}", f"{lineage.name} {index:03d}"),
+                Cell(lineage.name, f"{lineage.name} {index:03d}"),
                 Cell(state.name, f"{lineage.name} {index:03d}", detail=of_state(read, index, details)),
-                Cell(step.category.value if step is not None else NOTHING),
+                Cell(step.category.value if step is not None else NONE.text),
                 time_cell(own),
                 times(naive / own if naive and own else None),
-                Cell(f"{ratio(effect.estimate)}x", effect.estimate) if effect is not None else times(None),
-                Cell(str(refused), refused),
-                Cell(state.verdict.code.value, state.verdict.code.value, Tone.PLAIN if own else Tone.BAD),
+                times(effect.estimate if effect else None),
+                counted_cell(refused),
+                _outcome(state.verdict),
             )
         )
     return rows
@@ -248,7 +219,7 @@ def _step_points(one: Optimization, details: Details) -> tuple[Point, ...]:
             x=step.cost_usd if dollars else step.number,
             y=step.speedup,
             mark=step.mark,
-            text=_told(step),
+            text=_step_text(step),
             low=step.interval.low if step.interval else None,
             high=step.interval.high if step.interval else None,
             detail=of_step(one, step, details),
@@ -257,7 +228,7 @@ def _step_points(one: Optimization, details: Details) -> tuple[Point, ...]:
     )
 
 
-def _told(step: Step) -> str:
+def _step_text(step: ReportedStep) -> str:
     what = f"{ratio(step.speedup)}x" if step.speedup is not None else (step.code.value if step.code else "no kernel")
     return f"step {step.number}, ${step.cost_usd:.2f}: {what}"
 
@@ -265,29 +236,36 @@ def _told(step: Step) -> str:
 def _run_row(one: Optimization) -> tuple[Cell, ...]:
     marks = [step.mark for step in one.steps if not step.is_root]
     best = one.best
-    counts = [marks.count(mark) for mark in (Mark.SCORED, Mark.WRAPPER, Mark.FAILED)]
+    right = marks.count(Mark.SCORED) + marks.count(Mark.SCREENED)
+    counts = [right, marks.count(Mark.WRAPPER), marks.count(Mark.FAILED)]
     return (
-        Cell(one.method, one.method),
-        Cell(one.case_id, one.case_id),
-        Cell(one.platform or NOTHING, one.platform or None),
-        Cell(one.model or NOTHING, one.model or None),
-        Cell(str(len(marks)), len(marks)),
-        *(Cell(str(count), count) for count in counts),
-        Cell(f"{one.spent_usd:.2f}", one.spent_usd),
-        Cell(f"{one.budget_usd:.2f}", one.budget_usd),
-        times(best.speedup if best is not None else None),
-        Cell(f"{best.cost_usd:.2f}", best.cost_usd) if best is not None else Cell(NOTHING, None, Tone.QUIET),
+        *map(named, (one.method, one.case_id, one.platform, one.model)),
+        *map(counted_cell, (len(marks), *counts)),
+        _dollars(one.spent_usd),
+        _dollars(one.budget_usd),
+        times(best.speedup if best else None),
+        _dollars(best.cost_usd) if best is not None else NONE,
         Cell(one.stopped or "not said", one.stopped or None),
     )
 
 
-def _ms(verdict: Verdict) -> float | None:
-    return verdict.timing.candidate_ms if verdict.timing is not None and verdict.scored else None
+def _dollars(amount: float) -> Cell:
+    return Cell(f"{amount:.2f}", amount)
 
 
-def _told_ms(verdict: Verdict) -> str:
+def _ms(verdict: Verdict | None) -> float | None:
+    return verdict.timing.candidate_ms if verdict is not None and verdict.timing and verdict.scored else None
+
+
+def _time_text(verdict: Verdict | None) -> str:
     own = _ms(verdict)
-    return f"{milliseconds(own)} ms" if own is not None else verdict.code.value
+    return f"{milliseconds(own)} ms" if own is not None else _outcome(verdict).text
+
+
+def _outcome(verdict: Verdict | None) -> Cell:
+    if verdict is None:
+        return Cell("not judged")
+    return named(verdict.code.value, Tone.PLAIN if _ms(verdict) else Tone.BAD)
 
 
 def _over_expert(study: str) -> str:

@@ -5,6 +5,7 @@ Builders make these from records; Markdown, HTML and figure files are three ways
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -26,7 +27,9 @@ class Mark(StrEnum):
     WRAPPER = "wrapper"
     """A library or the framework did the work: never counted."""
     FAILED = "failed"
-    """No speedup: wrong, not built, too late, a cheat, or no kernel at all."""
+    """No speedup: wrong, not built, too late, a cheat, or no kernel ."""
+    SCREENED = "screened"
+    """Right, and timed too shortly for its speedup to be published."""
     REJECTED = "rejected"
     """A proposed step of a lineage that was not taken."""
 
@@ -51,6 +54,11 @@ class Column:
     numeric: bool = False
 
 
+def columns(*names: str, numeric: Collection[str] = ()) -> tuple[Column, ...]:
+    """Columns by name; those in `numeric` hold figures."""
+    return tuple(Column(name, numeric=name in numeric) for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows that can be sorted, and a foot that stays where it is."""
@@ -72,12 +80,15 @@ class Table:
         ]
         kept = [index for index in range(len(self.columns)) if index not in same]
         said = [f"{self.columns[index].name} {self.rows[0][index].text}" for index in same]
+        return replace(self.picked(kept), title=", ".join([self.title, *said]))
+
+    def picked(self, positions: Sequence[int]) -> Table:
+        """The table with some of its columns."""
         return replace(
             self,
-            title=", ".join([self.title, *said]),
-            columns=tuple(self.columns[index] for index in kept),
-            rows=tuple(tuple(row[index] for index in kept) for row in self.rows),
-            foot=tuple(tuple(row[index] for index in kept) for row in self.foot),
+            columns=tuple(self.columns[index] for index in positions),
+            rows=tuple(tuple(row[index] for index in positions) for row in self.rows),
+            foot=tuple(tuple(row[index] for index in positions) for row in self.foot),
         )
 
 
@@ -140,9 +151,14 @@ class Figure:
     parity: str = ""
     """What the line at y = 1 means; empty for no such line."""
 
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points of all series, in their order."""
+        return tuple(point for series in self.series for point in series.points)
+
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RecordedText:
     """A piece of text as it was recorded: a kernel, a reply, a log. Untrusted; shown verbatim, never interpreted."""
 
     caption: str
@@ -156,11 +172,11 @@ class Detail:
     key: str
     title: str
     facts: tuple[tuple[str, str], ...] = ()
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[RecordedText, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class UnreadableInput:
     """Something that could not be read, or is not there."""
 
     where: str
@@ -204,7 +220,7 @@ class Report:
     summary: tuple[Headline, ...]
     sections: tuple[Section, ...]
     absent: tuple[Absent, ...] = ()
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[UnreadableInput, ...] = ()
     details: tuple[Detail, ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -214,9 +230,9 @@ class Details:
     """Details that are collected while tables and figures are built; equal keys are one detail."""
 
     found: dict[str, Detail] = field(default_factory=dict)
-    kernels: dict[str, tuple[Block, ...]] = field(default_factory=dict)
+    kernels: dict[str, tuple[RecordedText, ...]] = field(default_factory=dict)
     """Texts of kernels that are known, by source digest."""
-    cards: dict[str, Block] = field(default_factory=dict)
+    cards: dict[str, RecordedText] = field(default_factory=dict)
     """Texts of cards, by name."""
 
     def add(self, detail: Detail) -> str:

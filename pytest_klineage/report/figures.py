@@ -1,7 +1,8 @@
-"""Figures as SVG and PNG files, drawn by matplotlib without its global state. What they show is built elsewhere."""
+"""Figures as SVG and PNG, drawn by matplotlib without its global state. What they show is built elsewhere."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from pytest_klineage.report.document import Figure, FigureKind, Line, Mark, Poin
 from pytest_klineage.report.tables import ratio
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
@@ -19,8 +21,11 @@ REMEDY = "pip install 'pytest-klineage[report]'"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#8c7f2a", "#56b4e9")
 """Colours that also differ for most colour-blind eyes (Okabe and Ito), their yellow darkened for white paper."""
 WRAPPER, FAILED, INK = "#d55e00", "#7a838c", "#1b1f24"
-MARKERS = {Mark.SCORED: "o", Mark.WRAPPER: "x", Mark.FAILED: "^", Mark.REJECTED: "x"}
-WORDS = {Mark.WRAPPER: "wrapper, not counted", Mark.FAILED: "failed", Mark.REJECTED: "refused step"}
+MARKERS = {Mark.SCORED: "o", Mark.WRAPPER: "x", Mark.FAILED: "^", Mark.REJECTED: "x", Mark.SCREENED: "."}
+WORDS = {
+    Mark.WRAPPER: "wrapper, not counted", Mark.FAILED: "failed", Mark.REJECTED: "refused step",
+    Mark.SCREENED: "right, screened",
+}  # fmt: skip
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 8.5, "axes.titlesize": 9.5, "axes.spines.top": False,
     "axes.spines.right": False, "axes.edgecolor": "#57606a", "axes.labelcolor": INK, "xtick.color": "#57606a",
@@ -30,6 +35,8 @@ STYLE: dict[Any, Any] = {
 WIDTH_IN, PNG_DPI = 7.0, 160
 RAIL = 0.12
 """Room for points without a value, as a share of the height."""
+TITLE, POINTS = "title", "points"
+"""Ids of groups in an SVG: the title; points, followed by their places among all points of the figure."""
 
 
 def draw(figures: Iterable[Figure], folder: Path) -> dict[str, Path]:
@@ -37,20 +44,13 @@ def draw(figures: Iterable[Figure], folder: Path) -> dict[str, Path]:
 
     Raises MissingDependency without matplotlib, StoreError where the folder cannot be written.
     """
-    try:
-        import matplotlib
-        import matplotlib.figure
-    except ImportError as error:
-        raise MissingDependency("matplotlib, which figures are drawn with,", REMEDY) from error
+    matplotlib = _matplotlib()
     written: dict[str, Path] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context(STYLE):
             for figure in figures:
-                canvas = matplotlib.figure.Figure(figsize=(WIDTH_IN, _height(figure)), layout="constrained")
-                axes = canvas.add_subplot()
-                _draw(figure, axes)
-                _legend(figure, axes, canvas)
+                canvas = _canvas(figure)
                 written[figure.key] = folder / f"{figure.key}.svg"
                 canvas.savefig(written[figure.key], metadata={"Date": None})
                 # The layout stays as the first file has it; to find it costs as much as to draw.
@@ -61,6 +61,36 @@ def draw(figures: Iterable[Figure], folder: Path) -> dict[str, Path]:
     return written
 
 
+def svg_text(figure: Figure) -> str:
+    """A figure as the SVG that `draw` writes. Raises MissingDependency without matplotlib."""
+    with _matplotlib().rc_context(STYLE), io.StringIO() as file:
+        _canvas(figure).savefig(file, format="svg", metadata={"Date": None})
+        return file.getvalue()
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+        import matplotlib.figure
+    except ImportError as error:
+        raise MissingDependency("matplotlib, which figures are drawn with,", REMEDY) from error
+    return matplotlib
+
+
+def _canvas(figure: Figure) -> Canvas:
+    canvas: Canvas = _matplotlib().figure.Figure(figsize=(WIDTH_IN, _height(figure)), layout="constrained")
+    axes = canvas.add_subplot()
+    _draw(figure, axes)
+    _legend(figure, axes, canvas)
+    return canvas
+
+
+def _name(artist: Artist, figure: Figure, points: Iterable[Point]) -> None:
+    """Give what was drawn an id from which its points are found."""
+    positions = {id(point): position for position, point in enumerate(figure.points)}
+    artist.set_gid("-".join([POINTS, *(str(positions[id(point)]) for point in points)]))
+
+
 def _height(figure: Figure) -> float:
     if figure.kind is FigureKind.BARS:
         return 1.2 + 0.24 * sum(len(series.points) for series in figure.series) + 0.16 * len(figure.categories)
@@ -68,7 +98,7 @@ def _height(figure: Figure) -> float:
 
 
 def _draw(figure: Figure, axes: Axes) -> None:
-    axes.set_title(figure.title, loc="left", fontweight="bold")
+    axes.set_title(figure.title, loc="left", fontweight="bold").set_gid(TITLE)
     if figure.kind is FigureKind.BARS:
         _bars(figure, axes)
     else:
@@ -93,7 +123,7 @@ def _bars(figure: Figure, axes: Axes) -> None:
         rows = [(series, point) for series in figure.series for point in series.points if point.x == category]
         ticks.append(top + (len(rows) - 1) / 2)
         for series, point in rows:
-            _bar(axes, series, point, top, "" if series.name in named else series.name)
+            _bar(figure, axes, series, point, top, "" if series.name in named else series.name)
             named |= {series.name} if point.y is not None else set()
             top += 1
         top += 0.7
@@ -102,18 +132,19 @@ def _bars(figure: Figure, axes: Axes) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    axes.margins(x=0.18)
+    axes.margins(x=0.18, y=min(0.05, 0.8 / top))
     axes.set_xlabel(f"{figure.y_label}, logarithmic; bars begin at 1x: the {figure.parity}")
     _plain_ticks(axes, "x")
 
 
-def _bar(axes: Axes, series: Series, point: Point, top: float, name: str) -> None:
+def _bar(figure: Figure, axes: Axes, series: Series, point: Point, top: float, name: str) -> None:
     if point.y is None:
-        axes.plot([1.0], [top], MARKERS[Mark.WRAPPER], color=WRAPPER, markersize=6)
+        _name(axes.plot([1.0], [top], MARKERS[Mark.WRAPPER], color=WRAPPER, markersize=6)[0], figure, [point])
         axes.annotate(point.text.partition(": ")[2], (1.0, top), (8, 0), textcoords="offset points", va="center",
                       fontsize=7.5, color=WRAPPER)  # fmt: skip
         return
-    axes.barh(top, point.y - 1.0, left=1.0, height=0.82, color=_colour(series), alpha=0.9, label=name or None)
+    drawn = axes.barh(top, point.y - 1.0, left=1.0, height=0.82, color=_colour(series), alpha=0.9, label=name or None)
+    _name(drawn[0], figure, [point])
     end = max(point.y, 1.0)
     if point.low is not None and point.high is not None:
         axes.errorbar([point.y], [top], xerr=[[point.y - point.low], [point.high - point.y]], color=INK, capsize=2.5,
@@ -128,7 +159,7 @@ def _curves(figure: Figure, axes: Axes) -> None:
     named: set[object] = set()
     for series in figure.series:
         _line(axes, series, named)
-        _marks(axes, series, named)
+        _marks(figure, axes, series, named)
     if any(point.y is None for series in figure.series for point in series.points):
         _rail(axes, log=figure.y_log)
     if figure.parity:
@@ -152,7 +183,7 @@ def _line(axes: Axes, series: Series, named: set[object]) -> None:
     named.add(series.name)
 
 
-def _marks(axes: Axes, series: Series, named: set[object]) -> None:
+def _marks(figure: Figure, axes: Axes, series: Series, named: set[object]) -> None:
     """Points with a value at their height; all others on a rail at the bottom of the axes."""
     for mark in Mark:
         for points, on_rail in _split(series.points, mark):
@@ -161,10 +192,12 @@ def _marks(axes: Axes, series: Series, named: set[object]) -> None:
             label = WORDS.get(mark) if mark not in named else None
             named.add(mark)
             heights = [0.0375] * len(points) if on_rail else [point.y or math.nan for point in points]
-            axes.plot([point.x for point in points], heights, MARKERS[mark], color=_mark_colour(mark, series),
-                      markersize=5, markerfacecolor="none" if mark is Mark.FAILED else None, label=label,
-                      transform=axes.get_xaxis_transform() if on_rail else axes.transData,
-                      clip_on=not on_rail)  # fmt: skip
+            (drawn,) = axes.plot(
+                [point.x for point in points], heights, MARKERS[mark], color=_mark_colour(mark, series), markersize=5,
+                markerfacecolor="none" if mark is Mark.FAILED else None, label=label,
+                transform=axes.get_xaxis_transform() if on_rail else axes.transData, clip_on=not on_rail,
+            )  # fmt: skip
+            _name(drawn, figure, points)
     for point in series.points:
         if point.y is not None and point.low is not None and point.high is not None:
             axes.plot([point.x] * 2, [point.low, point.high], color=_colour(series), linewidth=1)

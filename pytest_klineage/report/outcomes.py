@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pytest_klineage.records import Code, Interval, KernelCase, Status, Verdict
 from pytest_klineage.report.aggregate import by_kernel
 from pytest_klineage.report.collect import Material
-from pytest_klineage.report.steps import Optimization, Step, optimization_of
+from pytest_klineage.report.steps import Optimization, ReportedStep, optimization_of
 from pytest_klineage.results.runs import Record, Run
 
 UNNAMED = "kernel"
@@ -42,7 +42,7 @@ class Attempt:
     trial: str = ""
     """What tells repeated attempts apart."""
     optimization: Optimization | None = None
-    step: Step | None = None
+    step: ReportedStep | None = None
     """The step of the optimization that is meant."""
     kernel: str = ""
     """The kernel's label, where kernels are compared one by one and not by methods."""
@@ -130,9 +130,9 @@ def attempts(runs: Iterable[Run], optimized: Iterable[Optimization]) -> list[Att
     Skips and mere builds are none, nor are records of what a trajectory holds as well: they are one judgement.
     """
     best = [_of_optimization(one) for one in optimized if one.case_id]
-    told = {_judgement(step.verdict) for one in best if one.optimization for step in one.optimization.steps}
-    told.discard(None)
-    found = [one for run in runs for one in _of_run(run) if _judgement(one.verdict) not in told]
+    already_shown = {_judgement(step.verdict) for one in best if one.optimization for step in one.optimization.steps}
+    already_shown.discard(None)
+    found = [one for run in runs for one in _of_run(run) if _judgement(one.verdict) not in already_shown]
     known = {one.study for one in best if one.study}
     return [*(one for one in found if one.study not in known), *best]
 

@@ -1,6 +1,12 @@
-"""Figures that the KLineage paper printed, with the devices that they were measured on, in its words. None is ours."""
+"""What the KLineage paper printed, with the devices that it was measured on, in its words. None is mixed with ours."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from pytest_klineage.report.document import Cell, Section, Table, columns
+from pytest_klineage.report.table_cells import FAIL, named, times
 
 DEVICES = {"sm90": "H100 PCIe (SM90)", "sm120": "RTX PRO 6000 Blackwell (SM120)"}
 KERNELS = ("GEMM", "Conv2d", "FMHA", "GDN", "Top-K")
@@ -58,6 +64,14 @@ FAMILIES = (
 )  # fmt: skip
 """Table 7: family, idiom-only, with the card's settings, difference, instances at or above 1.00x of each."""
 
+MEMBERS = {
+    "GEMM": ("gemm", "mm", "addmm", "bmm"),
+    "Grouped GEMM": ("grouped_mm", "grouped_gemm"),
+    "Attention": ("attention", "causal_attention", "fmha"),
+    "Reduction": ("rms_norm", "layer_norm", "softmax", "fused_add_rms_norm"),
+}
+"""Our names of the held-out operators in each family of Table 7."""
+
 CARDS = (
     ("vectorized_global_load_store", "cumsum", "3.9x over naive"), ("warp_shuffle_scan", "cumsum", "2.7x over naive"),
     ("smem_transpose", "cumsum", "2.9x over naive"), ("multi_threaded_block_parallelism", "cumsum", "1.1x over naive"),
@@ -84,3 +98,93 @@ HELD_OUT = (
     ("Softmax (131072x1024)", 0.375, 0.369, 0.370, 1.01), ("FusedAddRMSNorm", 0.370, 0.379, 0.379, 0.98),
 )  # fmt: skip
 """Table 9: instance, ms of FlagGems' Triton, idiom-only, with the card's settings, speedup as printed."""
+BOTH = " and ".join(DEVICES.values())
+"""Whose figures most tables show."""
+
+
+def with_paper(section: Section) -> Section:
+    """A section with what the paper printed of the same kind at its end."""
+    return replace(section, tables=(*section.tables, *printed().get(section.key, ())))
+
+
+def printed() -> dict[str, tuple[Table, ...]]:
+    """The paper's tables by the section that they stand in."""
+    kernels, others = ("device", "kernel"), ("AdaExplore", "AccelOpt")
+    setup = ("kernel", "expert from", "shape (type)", "reference")
+    skills = ("skill", "source sub-kernel", "verification evidence")
+    arms = ("idiom-only", "with card's settings", "difference", "at or above 1x, idiom / card")
+    alone = ("without cards ms", "with cards ms", "slowdown")
+    instances = ("Triton ms", "idiom-only ms", "with card's settings ms", "speedup over Triton")
+    ratios = "Ratios of the latencies in the paper's Table 5, which are medians of do_bench."
+    audit = "*: counted by an adapter that the authors wrote afterwards. FAIL: no correct kernel within $10."
+    methods = tuple(f"{name} ms" for name in ("KLineage", *others, "reference"))
+    languages = ("CUDA ms", "TileLang ms", "reference ms")
+    one, gdn = DEVICES["sm120"], "GDN; the device is not stated"
+    trials = _printed("Table 3", ("kernel",), (*DEVICES.values(),), _trials())
+    return {
+        "speedups": (_printed("Figure 3 as numbers", kernels, ("KLineage", *others), _ratios(), note=ratios),),
+        "latencies": (
+            _printed("Table 5, ms", kernels, methods, _latencies(), note=audit),
+            _printed("Table 6, ms", kernels, languages, _languages()),
+        ),
+        "cards": (_printed("Table 8", skills, (), CARDS, whose=gdn),),
+        "recovery": (replace(trials, rows=trials.rows[:-1], foot=trials.rows[-1:]),),
+        "generated-only": (_printed("Table 4", kernels, alone, _generated()),),
+        "held-out": (
+            _printed("Table 7", ("family (n)",), arms, FAMILIES, whose=one),
+            _printed("Table 9", ("instance",), instances, _held_out(), whose=one),
+        ),
+        "setup": (_printed("Table 2", setup, (), SETUP),),
+    }
+
+
+Row = Sequence[str | Cell]
+
+
+def _printed(
+    title: str, words: Sequence[str], figures: Sequence[str], rows: Iterable[Row], *, note: str = "", whose: str = BOTH
+) -> Table:
+    cells = (tuple(named(item) if isinstance(item, str) else item for item in row) for row in rows)
+    heads = columns(*words, *figures, numeric=figures)
+    return Table(f"The paper's {title}", heads, tuple(cells), notes=(note,) if note else (), paper=whose)
+
+
+def _ratios() -> Iterable[Row]:
+    """Figure 3 as numbers: ratios of the latencies in Table 5."""
+    for platform, kernel, *values, reference in LATENCIES:
+        yield _device(platform), kernel, *(times(reference / value) if value else FAIL for value in values)
+
+
+def _latencies() -> Iterable[Row]:
+    for platform, kernel, *values in LATENCIES:
+        audited = [(platform, kernel, position) == (*AUDITED, 1) for position in range(len(values))]
+        yield _device(platform), kernel, *map(_ms, values, audited)
+
+
+def _languages() -> Iterable[Row]:
+    for platform, kernel, *values in LANGUAGES:
+        yield _device(platform), kernel, *map(_ms, values)
+
+
+def _trials() -> Iterable[Row]:
+    for kernel, both in RECOVERY.items():
+        yield kernel, *map(Cell, both)
+
+
+def _generated() -> Iterable[Row]:
+    for platform, kernel, alone, skilled, slowdown in GENERATED_ONLY:
+        yield _device(platform), kernel, _ms(alone), _ms(skilled), Cell(f"{slowdown:.2f}x", slowdown)
+
+
+def _held_out() -> Iterable[Row]:
+    for instance, *values, speedup in HELD_OUT:
+        yield instance, *(Cell(f"{value:.3f}", value) for value in values), Cell(f"{speedup:.2f}x", speedup)
+
+
+def _device(platform: str) -> Cell:
+    return Cell(DEVICES[platform], platform)
+
+
+def _ms(value: float | None, audited: bool = False) -> Cell:
+    """A latency as it was printed, with the mark of the one that was audited."""
+    return FAIL if value is None else Cell(f"{value:.4f}{'*' if audited else ''}", value)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from pytest_klineage.records import Verdict
+from pytest_klineage.records import Status, Verdict
 from pytest_klineage.report import paper
 from pytest_klineage.report.aggregate import geometric_mean, uncertain
-from pytest_klineage.report.behind import of_step, of_verdict
-from pytest_klineage.report.cells import FAIL, NOTHING, share, time_cell, times
+from pytest_klineage.report.details import of_step, of_verdict
 from pytest_klineage.report.document import (
     Cell,
-    Column,
     Details,
     Figure,
     FigureKind,
@@ -21,6 +19,7 @@ from pytest_klineage.report.document import (
     Series,
     Table,
     Tone,
+    columns,
 )
 from pytest_klineage.report.outcomes import (
     Attempt,
@@ -31,11 +30,22 @@ from pytest_klineage.report.outcomes import (
     several_languages,
 )
 from pytest_klineage.report.steps import mark_of
+from pytest_klineage.report.table_cells import (
+    FAIL,
+    NOTHING,
+    floor_cell,
+    named,
+    share,
+    time_cell,
+    times,
+    width_cell,
+    with_floors,
+)
 from pytest_klineage.report.tables import UNCERTAIN, ratio
+from pytest_klineage.results.runs import Record, Run
 
 FAILURES = "A kernel without a speedup is no 1.0x: it lowers the coverage and is not in the mean."
 COMPETING = "Where several kernels share a case there is no mean."
-TONES = {True: Tone.GOOD, False: Tone.PLAIN}
 CASE = ("device", "case")
 SAME = ("device", "language", "reference")
 """Columns that are worth their room only where rows differ."""
@@ -43,36 +53,30 @@ SAME = ("device", "language", "reference")
 
 def speedup_section(found: Sequence[Result], details: Details) -> Section:
     """Every method on every case: bars with intervals (the paper's Figure 3) and the table behind them."""
-    tables = [
-        speedup_table(found, details).condensed(*SAME),
-        mean_table(found).condensed("device", "language"),
-    ]
+    tables = (speedup_table(found, details).condensed(*SAME), mean_table(found).condensed("device", "language"))
     return Section(
         key="speedups",
         title="Speedup over the reference",
         text="Reference time over kernel time; above 1x the kernel is faster. Of each method's attempts the one whose "
         f"interval begins highest, with the 95 % interval of its own measurement. {FAILURES}",
         figures=tuple(speedup_bars(found, details)),
-        tables=tuple(tables),
+        tables=tables,
     )
 
 
 def speedup_table(found: Sequence[Result], details: Details) -> Table:
     """One row for every result."""
-    names = (*CASE, "method", "language", "speedup", "95 % interval", "kernel ms", "reference ms", "reference",
-             "with a kernel", "outcome")  # fmt: skip
-    numeric = {"reference ms", "kernel ms", "speedup", "95 % interval", "with a kernel"}
-    columns = tuple(Column(name, numeric=name in numeric) for name in names)
-    notes = [f"{UNCERTAIN} says little: the machine was busy, or the interval spans more than a factor of two."]
-    if not any(_unsure(one.best) for one in found):
-        notes.clear()
-    return Table("Speedups", columns, tuple(_speedup_row(one, details) for one in ordered(found)), notes=tuple(notes))
+    names = (*CASE, "method", "language", *MEASURED, "reference", "with a kernel", "outcome")
+    rows = tuple(_speedup_row(one, details) for one in ordered(found))
+    unsure = any(_unsure(one.best) for one in found)
+    note = f"{UNCERTAIN} says little: the machine was busy, or the interval spans more than a factor of two."
+    heads = columns(*names, numeric=(*MEASURED, "with a kernel"))
+    table = Table("Speedups", heads, rows, notes=(note,) if unsure else ())
+    return with_floors(table, [one.best.verdict for one in found if one.best.verdict is not None])
 
 
 def mean_table(found: Sequence[Result]) -> Table:
     """Geometric mean over scored cases with its coverage, for each device, method and language."""
-    columns = (Column("device"), Column("method"), Column("language"), Column("geomean of successes", numeric=True),
-               Column("coverage", numeric=True), Column("at or above 1x", numeric=True))  # fmt: skip
     groups: dict[tuple[str, str, str], list[Attempt]] = {}
     for one in ordered(found):
         groups.setdefault((one.best.device, one.best.method, one.best.surface), []).append(one.best)
@@ -81,10 +85,11 @@ def mean_table(found: Sequence[Result]) -> Table:
     for key, group in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]), item[0][2])):
         speeds = [one.speedup for one in group if one.speedup is not None]
         reached = sum(speed >= 1.0 for speed in speeds)
-        named = tuple(Cell(text or NOTHING, text or None) for text in key)
         mean = times(None if _compete(group) else geometric_mean(speeds))
-        rows.append((*named, mean, share(len(speeds), len(group)), share(reached, len(group))))
-    return Table("Means", columns, tuple(rows), notes=(FAILURES, COMPETING))
+        rows.append((*map(named, key), mean, share(len(speeds), len(group)), share(reached, len(group))))
+    figures = ("geomean of successes", "coverage", "at or above 1x")
+    heads = columns("device", "method", "language", *figures, numeric=figures)
+    return Table("Means", heads, tuple(rows), notes=(FAILURES, COMPETING))
 
 
 def _compete(group: Sequence[Attempt]) -> bool:
@@ -138,21 +143,23 @@ def latency_section(found: Sequence[Result]) -> Section:
 
 def setup_section(verdicts: Sequence[Verdict]) -> Section:
     """What was run and on what, in the form of the paper's Table 2."""
-    columns = tuple(Column(name) for name in ("kernel", "shape", "type", "reference", "device", "software"))
     rows: dict[tuple[str, ...], tuple[Cell, ...]] = {}
     for verdict in verdicts:
         machine = verdict.machine
         shape = ", ".join(f"{axis}={size}" for axis, size in verdict.case.shape.items())
         options = ", ".join(f"{name}={value}" for name, value in verdict.case.options.items())
         software = {**(machine.software if machine else {}), **verdict.reference}
-        named = [f"{name} {software[name]}" for name in ("torch", "cuda", "driver", "flashinfer") if name in software]
+        versions = [
+            f"{name} {software[name]}" for name in ("torch", "cuda", "driver", "flashinfer") if name in software
+        ]
         texts = (paper.OPERATORS.get(verdict.case.operator, verdict.case.operator),
                  "; ".join(part for part in (shape, options) if part), verdict.case.dtype,
                  verdict.reference.get("label") or verdict.case.reference,
-                 machine.device if machine else NOTHING, ", ".join(named) or NOTHING)  # fmt: skip
-        rows.setdefault(texts[:5], tuple(Cell(text, text) for text in texts))
-    tables = [Table("Workloads", columns, tuple(rows.values())).condensed("device", "software")]
-    return Section(key="setup", title="Setup", tables=tuple(tables))
+                 machine.device if machine else NOTHING, ", ".join(versions) or NOTHING)  # fmt: skip
+        rows.setdefault(texts[:5], tuple(map(named, texts)))
+    heads = columns("kernel", "shape", "type", "reference", "device", "software")
+    table = Table("Workloads", heads, tuple(rows.values())).condensed("device", "software")
+    return Section(key="setup", title="Setup", tables=(table,))
 
 
 def _unsure(one: Attempt) -> bool:
@@ -172,23 +179,23 @@ def _reason(one: Attempt) -> str:
 
 
 def _speedup_row(result: Result, details: Details) -> tuple[Cell, ...]:
-    one, interval = result.best, result.best.interval
+    one = result.best
     reference, kernel = one.milliseconds or (None, None)
     scored = one.speedup is not None
-    width = f"{ratio(interval.low)} to {ratio(interval.high)}" if interval else NOTHING
     text = f"{UNCERTAIN if _unsure(one) else ''}{ratio(one.speedup)}x" if one.speedup is not None else NOTHING
     return (
-        Cell(one.device, one.device),
-        Cell(one.case_id, one.case_id, detail=_key(one, details)),
-        Cell(one.name, one.name),
-        Cell(one.surface or NOTHING, one.surface or None),
-        Cell(text, one.speedup, TONES[scored and (one.speedup or 0.0) >= 1.0]),
-        Cell(width, interval.low if interval else None, Tone.QUIET),
+        named(one.device),
+        named(one.case_id, detail=_key(one, details)),
+        named(one.name),
+        named(one.surface),
+        Cell(text, one.speedup, Tone.GOOD if (one.speedup or 0.0) >= 1.0 else Tone.PLAIN),
+        width_cell(one.interval),
         time_cell(kernel),
+        floor_cell(one.verdict),
         time_cell(reference),
-        Cell(reference_of(one) or NOTHING, reference_of(one) or None),
+        named(reference_of(one)),
         share(result.succeeded, result.attempts),
-        Cell(_reason(one), _reason(one), Tone.PLAIN if scored else Tone.BAD),
+        named(_reason(one), Tone.PLAIN if scored else Tone.BAD),
     )
 
 
@@ -226,18 +233,18 @@ def _bars(
 
 def _latencies(title: str, found: Sequence[Result], names: Sequence[str], name_of: Callable[[Attempt], str]) -> Table:
     """A column for each name with the best time, and the reference's beside the fastest of them."""
-    columns = (*map(Column, CASE), *(Column(f"{name} ms", numeric=True) for name in names),
-               Column("reference ms", numeric=True))  # fmt: skip
+    figures = (*(f"{name} ms" for name in names), "reference ms")
     rows = []
     for _, device, case in ordered_cases(found):
         here = [one.best for one in found if one.best.device == device and one.best.case_id == case]
         best = {name: _fastest([one for one in here if name_of(one) == name]) for name in names}
         cells = [_latency(one) for one in best.values()]
         known = [one.milliseconds[0] for one in best.values() if one is not None and one.milliseconds is not None]
-        rows.append((Cell(device, device), Cell(case, case), *cells, time_cell(min(known, default=None))))
+        rows.append((named(device), named(case), *cells, time_cell(min(known, default=None))))
     notes = ("FAIL: the method brought no kernel that passed the gate.",)
-    table = Table(title, columns, tuple(rows), notes=notes if any(_failed(row) for row in rows) else ())
-    return table.condensed("device")
+    failed = any(cell.tone is Tone.BAD for row in rows for cell in row)
+    heads = columns(*CASE, *figures, numeric=figures)
+    return Table(title, heads, tuple(rows), notes=notes if failed else ()).condensed("device")
 
 
 def _fastest(group: Sequence[Attempt]) -> Attempt | None:
@@ -252,5 +259,41 @@ def _latency(one: Attempt | None) -> Cell:
     return Cell(f"{ratio(one.speedup)}x", None) if one.speedup is not None else FAIL
 
 
-def _failed(row: Sequence[Cell]) -> bool:
-    return any(cell.tone is Tone.BAD for cell in row)
+MEASURED = ("speedup", "95 % interval", "kernel ms", "floor", "reference ms")
+COLUMNS = columns("case", "kernel", "status", "reason", *MEASURED, "reference", numeric=MEASURED)
+TONES = {Status.ACCEPTED: Tone.GOOD, Status.SKIPPED: Tone.QUIET, Status.INCONCLUSIVE: Tone.PLAIN}
+"""Statuses whose cells do not look like a failure."""
+
+
+def records_section(runs: Sequence[Run], details: Details) -> Section:
+    """One table for each run, with a row for each of its records in the order of judgement."""
+    return Section(
+        key="verdicts",
+        title="Every verdict",
+        text="All records of these runs, whether scored or not. A name opens the reasons and the logs.",
+        tables=tuple(_table(run, details) for run in runs if run.records),
+    )
+
+
+def _table(run: Run, details: Details) -> Table:
+    title = run.info.name if run.info is not None and run.info.name else run.path.name
+    table = Table(f"Verdicts of {title}", COLUMNS, tuple(_row(record, details) for record in run.records))
+    return with_floors(table, [record.verdict for record in run.records])
+
+
+def _row(record: Record, details: Details) -> tuple[Cell, ...]:
+    verdict = record.verdict
+    key = of_verdict(verdict, f"record:{record.nodeid}:{verdict.case.id}:{verdict.judged_at}", details)
+    timing = verdict.timing if verdict.scored else None
+    return (
+        named(verdict.case.id, detail=key),
+        named(verdict.label),
+        named(verdict.status.value, TONES.get(verdict.status, Tone.BAD)),
+        named(verdict.code.value),
+        times(timing.speedup.estimate if timing else None),
+        width_cell(timing.speedup if timing else None),
+        time_cell(timing.candidate_ms if timing else None),
+        floor_cell(verdict),
+        time_cell(timing.reference_ms if timing else None),
+        named(verdict.reference.get("label") or verdict.case.reference),
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -33,14 +34,14 @@ STEP_NUMBER = re.compile(r"step (\d+):")
 """How notes on one step begin."""
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _VerdictNote(msgspec.Struct, frozen=True):
     """What a note with the topic "verdict" holds."""
 
     verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ReportedStep:
     """One submission, or one reply that was none."""
 
     number: int
@@ -48,16 +49,16 @@ class Step:
     cost_usd: float
     """Dollars charged until then."""
     mark: Mark
-    code: Code | None
-    """None for a reply without a kernel."""
-    speedup: float | None
-    """None unless scored."""
-    verdict: Verdict | None
-    """The whole verdict, where the trajectory or a run holds it."""
-    reply: str
-    """What the model wrote; empty for a kernel that no model wrote."""
     notes: tuple[tuple[str, str], ...]
     """Topic and text of what the method noted since the step before."""
+    code: Code | None = None
+    """None for a reply without a kernel."""
+    speedup: float | None = None
+    """None unless scored."""
+    verdict: Verdict | None = None
+    """The whole verdict, where the trajectory or a run holds it."""
+    reply: str = ""
+    """What the model wrote; empty for a kernel that no model wrote."""
     source_digest: str = ""
 
     @property
@@ -91,12 +92,12 @@ class Optimization:
     model: str
     budget_usd: float
     spent_usd: float
-    steps: tuple[Step, ...]
+    steps: tuple[ReportedStep, ...]
     stopped: str
     """Why it ended; empty when its last line does not say."""
 
     @property
-    def best(self) -> Step | None:
+    def best(self) -> ReportedStep | None:
         """The step of the method's own that is surely the fastest: the root that it began with is not its merit."""
         scored = [step for step in self.steps if step.speedup is not None and not step.is_root]
         return max(scored, key=lambda step: step.lower_bound, default=None)
@@ -108,15 +109,15 @@ class _Reading:
 
     cost: float = 0.0
     replies: dict[int, str] = field(default_factory=dict)
-    told: dict[str, Verdict] = field(default_factory=dict)
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ReportedStep] = field(default_factory=list)
 
 
 def optimization_of(read: ReadTrajectory, verdicts: dict[str, Verdict] | None = None) -> Optimization:
     """One optimization; `verdicts` by source digest fill in what the trajectory does not hold itself."""
     begun = next((event for event in read.events if isinstance(event, Begun)), None)
-    reading = _Reading(told=dict(verdicts or {}))
+    reading = _Reading(verdicts=dict(verdicts or {}))
     for event in read.events:
         _take(event, reading)
     steps = tuple(reading.steps)
@@ -139,7 +140,7 @@ def optimization_of(read: ReadTrajectory, verdicts: dict[str, Verdict] | None = 
     )
 
 
-def running_best(steps: Sequence[Step]) -> Iterator[tuple[Step, float]]:
+def running_best(steps: Sequence[ReportedStep]) -> Iterator[tuple[ReportedStep, float]]:
     """Scored steps that are faster than every one before, in order."""
     best = 0.0
     for step in steps:
@@ -148,10 +149,12 @@ def running_best(steps: Sequence[Step]) -> Iterator[tuple[Step, float]]:
             yield step, best
 
 
-def mark_of(code: Code, speedup: float | None) -> Mark:
+def mark_of(code: Code, speedup: float | None, *, screened: bool = False) -> Mark:
     """What a verdict is in a figure."""
     if code.status is Status.WRAPPER:
         return Mark.WRAPPER
+    if screened:
+        return Mark.SCREENED
     return Mark.SCORED if speedup is not None else Mark.FAILED
 
 
@@ -173,37 +176,31 @@ def _take(event: Event, reading: _Reading) -> None:
 def _note(event: Noted, reading: _Reading) -> None:
     if event.topic == VERDICT_TOPIC:
         try:
-            told = msgspec.json.decode(event.text, type=_Told)
+            note = msgspec.json.decode(event.text, type=_VerdictNote)
         except msgspec.DecodeError:
             return  # another method's note of that name, or another version's: the short form stands in Judged
-        reading.told[told.verdict.source_digest] = told.verdict
+        reading.verdicts[note.verdict.source_digest] = note.verdict
         return
     reading.notes.append((event.topic, event.text))
     if event.topic == MALFORMED_TOPIC:
         last = reading.replies[max(reading.replies)] if reading.replies else ""
-        _step(reading, Mark.FAILED, code=None, speedup=None, verdict=None, reply=last, digest="")
+        _step(reading, Mark.FAILED, reply=last)
 
 
 def _append(reading: _Reading, event: Judged) -> None:
-    mark = mark_of(event.code, event.speedup)
+    mark = mark_of(event.code, event.speedup, screened=event.screened)
     speedup = event.speedup if mark is Mark.SCORED else None
-    verdict = reading.told.get(event.source_digest)
+    verdict = reading.verdicts.get(event.source_digest)
     if verdict is not None and verdict.code is not event.code:
         verdict = None  # of another judgement of the same source
     reply = reading.replies.get(event.call, "")
-    _step(reading, mark, code=event.code, speedup=speedup, verdict=verdict, reply=reply, digest=event.source_digest)
+    digest = event.source_digest
+    _step(reading, mark, code=event.code, speedup=speedup, verdict=verdict, reply=reply, source_digest=digest)
 
 
-def _step(
-    reading: _Reading, mark: Mark, *, code: Code | None, speedup: float | None, verdict: Verdict | None, reply: str,
-    digest: str,
-) -> None:  # fmt: skip
-    reading.steps.append(
-        Step(
-            number=_number(reading), cost_usd=reading.cost, mark=mark, code=code, speedup=speedup, verdict=verdict,
-            reply=reply, notes=tuple(reading.notes), source_digest=digest,
-        )
-    )  # fmt: skip
+def _step(reading: _Reading, mark: Mark, **facts: Any) -> None:
+    number, notes = _number(reading), tuple(reading.notes)
+    reading.steps.append(ReportedStep(number=number, cost_usd=reading.cost, mark=mark, notes=notes, **facts))
     reading.notes.clear()
 
 

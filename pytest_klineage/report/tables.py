@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from tabulate import tabulate
 
-from pytest_klineage.records import Status, Verdict
+from pytest_klineage.records import Code, Interval, Status, Verdict
 from pytest_klineage.records.facts import MEASURED, NO_PART, SLOWER_SEARCH, VERSION_NOTE
-from pytest_klineage.report import builds
 from pytest_klineage.report.advice import next_step
 from pytest_klineage.report.aggregate import by_kernel, summarise, uncertain
-from pytest_klineage.report.builds import build_summary, only_built
+from pytest_klineage.report.text import INDENT, WIDTH, column_widths, elided, plain_table, wrapped
 from pytest_klineage.report.wording import in_one_line
 from pytest_klineage.results.runs import Run
 
-WIDTH = 100
-HEADERS = ("case", "kernel", "ref", "ref ms", "cand ms", "speedup", "status")
-ALIGNMENT = ("left", "left", "left", "right", "right", "left", "left")
-SHRINKABLE = ((1, 14), (0, 20), (2, 6), (1, 6))
-"""Columns that give way when a table is too wide, in turn, and what is left of each."""
+BUILT = frozenset({Code.ACCEPTED_BUILT, Code.SPILLS, Code.MISSING_INSTRUCTION})
+SHRINKABLE = (("kernel", 14), ("case", 20), ("ref", 6), ("kernel", 6))
+"""Columns that give way when a table of times is too wide, in turn, and what is left of each."""
+SHRINKABLE_BUILDS = (
+    ("kernel", 20),
+    ("instructions", 30),
+    ("case", 20),
+    ("kernel", 14),
+    ("instructions", 8),
+    ("kernel", 6),
+)
+"""The same of a table of builds."""
 UNCERTAIN = "~"
 """Stands before a speedup that says little: see `aggregate.uncertain`."""
+UNKNOWN = "\N{EN DASH}"
+"""Stands where there is no floor to compare with."""
 NOTE_LINES = 3
 """About as long as the findings of one verdict may be in the notes."""
 ONE_LINE = 100_000
@@ -34,12 +41,13 @@ def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     """The speedup table for a terminal: one line per verdict, no line wider than `width`."""
     if not verdicts:
         return []
-    layout = _layout(verdicts)
-    rows = _fitted([layout.row(verdict) for verdict in verdicts], width, layout)
-    # The headers go in as a row: as headers they would be padded by two columns each.
-    rule = ["-" * size for size in _widths([list(layout.headers), *rows])]
-    table = tabulate([layout.headers, rule, *rows], tablefmt="plain", colalign=layout.alignment, disable_numparse=True)
-    return [line.rstrip() for line in table.splitlines()]
+    columns = _columns(verdicts)
+    if _total_width(_cells(columns, verdicts)) > width:
+        columns = _without_floor(columns)
+    headers, *rows = _fitted(
+        _cells(columns, verdicts), width, SHRINKABLE_BUILDS if only_built(verdicts) else SHRINKABLE
+    )
+    return plain_table(headers, rows, [column.side for column in columns])
 
 
 def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
@@ -48,8 +56,8 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
     Of a compile stage: how many were built.
     """
     if only_built(verdicts):
-        return [build_summary(verdicts)]
-    lines = [line for line in _sweeps(verdicts) for line in _wrapped(line, width, indent="    ")]
+        return [_build_summary(verdicts)]
+    lines = [line for sweep in _sweeps(verdicts) for line in wrapped(sweep, width)]
     lines += [_geomean(group, label) for label, group in by_kernel(verdicts).items()]
     doubtful = [verdict for verdict in verdicts if uncertain(verdict)]
     if doubtful:
@@ -57,7 +65,7 @@ def summary_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
         names = ", ".join(map(_name, doubtful))
         why = "busy machine, unstable times, or high/low above 2"
         text = f"{UNCERTAIN} {len(doubtful)} of {scored} speedups uncertain ({why}): {names}"
-        lines += _wrapped(text, width, indent="    ")
+        lines += wrapped(text, width)
     return lines
 
 
@@ -69,10 +77,10 @@ def note_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:
             continue
         name = _name(verdict)
         text = f"{name}: {in_one_line(verdict.reasons, NOTE_LINES * width - len(name))}"
-        lines += _wrapped(text, width, indent="    ")
-        lines += ["    " + line for line in _wrapped(f"next: {next_step(verdict)}", width - 4)]
+        lines += wrapped(text, width)
+        lines += wrapped(f"next: {next_step(verdict)}", width, first=INDENT)
     for note in _reference_notes(verdicts):
-        lines += _wrapped(f"note: {note}", width, indent="    ")
+        lines += wrapped(f"note: {note}", width)
     return lines
 
 
@@ -100,11 +108,10 @@ def terminal_report(run: Run, width: int = WIDTH) -> str:
 def markdown_report(run: Run) -> str:
     """A run as a Markdown section: heading, provenance, table, mean and notes."""
     verdicts = [record.verdict for record in run.records]
-    layout = _layout(verdicts)
-    rows = [[_escaped(cell) for cell in layout.row(verdict)] for verdict in verdicts]
-    table = ""
-    if rows:
-        table = tabulate(rows, layout.headers, tablefmt="pipe", colalign=layout.alignment, disable_numparse=True)
+    columns = _columns(verdicts)
+    headers, *rows = [list(map(_escaped, row)) for row in _cells(columns, verdicts)]
+    sides = [column.side for column in columns]
+    table = tabulate(rows, headers, tablefmt="pipe", colalign=sides, disable_numparse=True) if rows else ""
     heading, *provenance = _heading(run)
     lines = [f"## {heading}", "", *(f"- {line}" for line in provenance), *_references(verdicts), "", table, ""]
     lines += [f"**{line}**  " for line in summary_lines(verdicts, ONE_LINE)]
@@ -138,62 +145,134 @@ def speedup_text(verdict: Verdict) -> str:
     """A speedup with its interval, such as "3.42x [3.38, 3.46]"; "-" where nothing was measured that counts."""
     if verdict.timing is None or not verdict.scored:
         return "-"
-    interval = verdict.timing.speedup
+    return interval_text(verdict.timing.speedup)
+
+
+def interval_text(interval: Interval) -> str:
+    """A ratio with its interval, such as "3.42x [3.38, 3.46]"."""
     return f"{ratio(interval.estimate)}x [{ratio(interval.low)}, {ratio(interval.high)}]"
 
 
-class _Layout(NamedTuple):
-    """A table's columns."""
-
-    headers: tuple[str, ...]
-    alignment: tuple[str, ...]
-    shrinkable: tuple[tuple[int, int], ...]
-    row: Callable[[Verdict], list[str]]
+def floor_share(verdict: Verdict) -> float | None:
+    """The share of a kernel's time that arithmetic or memory takes at the least; None where that is not known."""
+    if verdict.floor is None or verdict.timing is None or not verdict.scored:
+        return None
+    return verdict.floor.ms / verdict.timing.candidate_ms
 
 
-def _layout(verdicts: Sequence[Verdict]) -> _Layout:
-    """Times, or what the compile stage has instead."""
+def floor_text(verdict: Verdict) -> str:
+    """That share, such as "78%", behind an at-least sign where only a bound of such machines is known."""
+    share = floor_share(verdict)
+    if share is None or verdict.floor is None:
+        return UNKNOWN
+    least = "" if verdict.floor.product else "\N{GREATER-THAN OR EQUAL TO}"
+    return least + (f"{share:.0%}" if share >= 0.1 else f"{share:.1%}")
+
+
+def floors_known(verdicts: Iterable[Verdict]) -> bool:
+    """Whether a column of floors says anything."""
+    return any(floor_share(verdict) is not None for verdict in verdicts)
+
+
+def only_built(verdicts: Sequence[Verdict]) -> bool:
+    """Whether these verdicts are of a compile stage: something was built, and nothing was timed."""
+    return any(verdict.code in BUILT for verdict in verdicts) and all(verdict.timing is None for verdict in verdicts)
+
+
+class _TextColumn(NamedTuple):
+    """A column of a table, and what it says of a verdict."""
+
+    header: str
+    cell: Callable[[Verdict], str]
+    side: str = "left"
+
+
+def _reference_ms(verdict: Verdict) -> str:
+    return milliseconds(verdict.timing.reference_ms) if verdict.timing and verdict.scored else "-"
+
+
+def _candidate_ms(verdict: Verdict) -> str:
+    return milliseconds(verdict.timing.candidate_ms) if verdict.timing and verdict.scored else "-"
+
+
+def _most(figure: str) -> Callable[[Verdict], str]:
+    """The largest figure of any kernel of a build."""
+
+    def cell(verdict: Verdict) -> str:
+        kernels = verdict.build.kernels if verdict.build is not None else ()
+        return str(max(getattr(kernel, figure) for kernel in kernels)) if kernels else "-"
+
+    return cell
+
+
+def _kernels(verdict: Verdict) -> str:
+    return str(len(verdict.build.kernels)) if verdict.build is not None and verdict.build.kernels else "-"
+
+
+def _instructions(verdict: Verdict) -> str:
+    """All instructions that matter in any kernel of a build."""
+    kernels = verdict.build.kernels if verdict.build is not None else ()
+    if any(kernel.instructions is None for kernel in kernels):
+        return "not looked for"
+    return " ".join(sorted({word for kernel in kernels for word in kernel.instructions or ()})) or "-"
+
+
+CASE = _TextColumn("case", lambda verdict: verdict.case.id)
+KERNEL = _TextColumn("kernel", lambda verdict: verdict.label or "-")
+STATUS = _TextColumn("status", lambda verdict: verdict.status.value)
+FLOOR = _TextColumn("floor", floor_text, "right")
+TIMES = (
+    CASE, KERNEL, _TextColumn("ref", lambda verdict: verdict.case.reference),
+    _TextColumn("ref ms", _reference_ms, "right"), _TextColumn("cand ms", _candidate_ms, "right"), FLOOR,
+    _TextColumn("speedup", lambda verdict: (UNCERTAIN if uncertain(verdict) else "") + speedup_text(verdict)), STATUS,
+)  # fmt: skip
+BUILDS = (
+    CASE, KERNEL, _TextColumn("kernels", _kernels, "right"), _TextColumn("regs", _most("registers"), "right"),
+    _TextColumn("spill B", _most("spill_bytes"), "right"), _TextColumn("instructions", _instructions), STATUS,
+)  # fmt: skip
+"""The compile stage: what each build came to, instead of times."""
+
+
+def _columns(verdicts: Sequence[Verdict]) -> tuple[_TextColumn, ...]:
     if only_built(verdicts):
-        return _Layout(builds.HEADERS, builds.ALIGNMENT, builds.SHRINKABLE, builds.build_row)
-    return _Layout(HEADERS, ALIGNMENT, SHRINKABLE, _row)
+        return BUILDS
+    return TIMES if floors_known(verdicts) else _without_floor(TIMES)
 
 
-def _row(verdict: Verdict) -> list[str]:
-    timing = verdict.timing if verdict.scored else None
-    return [
-        verdict.case.id,
-        verdict.label or "-",
-        verdict.case.reference,
-        milliseconds(timing.reference_ms) if timing else "-",
-        milliseconds(timing.candidate_ms) if timing else "-",
-        (UNCERTAIN if uncertain(verdict) else "") + speedup_text(verdict),
-        verdict.status.value,
-    ]
+def _without_floor(columns: tuple[_TextColumn, ...]) -> tuple[_TextColumn, ...]:
+    """The same without the column that gives way first."""
+    return tuple(column for column in columns if column is not FLOOR)
 
 
-def _fitted(rows: list[list[str]], width: int, layout: _Layout) -> list[list[str]]:
-    """Rows whose table is at most `width` wide, shortened in the columns that may be."""
-    for column, least in layout.shrinkable:
-        widths = _widths([list(layout.headers), *rows])
-        excess = sum(widths) + 2 * (len(widths) - 1) - width
+def _cells(columns: Sequence[_TextColumn], verdicts: Sequence[Verdict]) -> list[list[str]]:
+    """Headers, then a row for each verdict."""
+    return [[column.header for column in columns], *([column.cell(one) for column in columns] for one in verdicts)]
+
+
+def _total_width(rows: list[list[str]]) -> int:
+    """The width of a table that nothing is cut from."""
+    widths = column_widths(rows)
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _fitted(rows: list[list[str]], width: int, shrinkable: Sequence[tuple[str, int]]) -> list[list[str]]:
+    """Headers and rows whose table is at most `width` wide, shortened in the columns that may be."""
+    for name, least in shrinkable:
+        excess = _total_width(rows) - width
         if excess <= 0:
             break
-        size = max(least, widths[column] - excess)
-        rows = [[_elided(cell, size) if index == column else cell for index, cell in enumerate(row)] for row in rows]
+        column = rows[0].index(name)
+        size = max(least, column_widths(rows)[column] - excess)
+        for row in rows[1:]:
+            row[column] = elided(row[column], size)
     return rows
 
 
-def _widths(rows: list[list[str]]) -> list[int]:
-    return [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-
-def _elided(text: str, size: int) -> str:
-    """At most `size` characters: the middle gives way, because both ends of a case's name say something."""
-    if len(text) <= size:
-        return text
-    head = (size - 2 + 1) // 2
-    tail = size - 2 - head
-    return f"{text[:head]}..{text[len(text) - tail :]}"
+def _build_summary(verdicts: Sequence[Verdict]) -> str:
+    """One line: how many were built and are as demanded."""
+    skipped = sum(verdict.status is Status.SKIPPED for verdict in verdicts)
+    built = sum(verdict.code is Code.ACCEPTED_BUILT for verdict in verdicts)
+    return f"built {built} of {len(verdicts) - skipped}" + (f", {skipped} skipped" if skipped else "")
 
 
 def _sweeps(verdicts: Sequence[Verdict]) -> list[str]:
@@ -228,11 +307,6 @@ def _geomean(verdicts: Sequence[Verdict], label: str) -> str:
     return f"geomean {ratio(summary.geomean)}x over {summary.scored} of {summary.judged} scored{skipped}{whose}"
 
 
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of at most `width`; names with hyphens stay whole where they can."""
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
-
-
 def _name(verdict: Verdict) -> str:
     return f"{verdict.case.id} {verdict.label}".rstrip()
 
@@ -255,8 +329,8 @@ def _references(verdicts: Sequence[Verdict]) -> list[str]:
     described: dict[str, None] = {}
     for verdict in verdicts:
         if verdict.reference:
-            told = {key: value for key, value in verdict.reference.items() if not key.startswith(MEASURED)}
-            facts = ", ".join(f"{key} {value}" for key, value in told.items())
+            shown_facts = {key: value for key, value in verdict.reference.items() if not key.startswith(MEASURED)}
+            facts = ", ".join(f"{key} {value}" for key, value in shown_facts.items())
             described.setdefault(f"- reference of {verdict.case.id}: {_escaped(facts)}")
     return list(described)
 

@@ -105,7 +105,7 @@ def save_pins(root: Path, name: str, pins: Iterable[Pin]) -> list[tuple[Path, Ba
     """Pin under a name: one file for each platform and device. Raises StoreError, BadRecord.
 
     A pin replaces the older one of the same kernel; those of kernels that were not judged now stay, so a part of a
-    suite can be pinned anew. They say for themselves when and against what they were timed.
+    suite can be pinned again. They say for themselves when and against what they were timed.
     """
     groups: dict[tuple[str, str], dict[tuple[str, str, str, int], Pin]] = {}
     for pin in pins:

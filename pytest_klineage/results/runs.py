@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import math
 import os
 import re
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.records import SCHEMA_VERSION, Machine, Verdict, from_json
+from pytest_klineage.records.codec import finite_json
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
-LARGEST_DOUBLE = sys.float_info.max
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +78,7 @@ class RunStore:
             runs = root / "runs"
             _make_ignored(runs)
             path = _fresh_directory(runs, info)
-            _write_synced(path / RUN_FILE, msgspec.json.format(_encode(info), indent=2) + b"\n")
+            _write_synced(path / RUN_FILE, msgspec.json.format(finite_json(info), indent=2) + b"\n")
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
             return cls(path, os.open(path / RECORDS_FILE, flags, 0o644))
         except OSError as error:
@@ -89,7 +86,7 @@ class RunStore:
 
     def append(self, record: Record) -> None:
         """Write one line and sync it. Raises StoreError, for example when the disk is full."""
-        line = _encode(record) + b"\n"
+        line = finite_json(record) + b"\n"
         if self._torn:
             line = b"\n" + line  # ends the fragment that an earlier failure left, so that this record stays readable
         try:
@@ -106,14 +103,6 @@ class RunStore:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_run(path: Path) -> Run:
@@ -168,7 +157,7 @@ def _decode_lines(data: bytes, path: Path) -> tuple[list[Record], list[str]]:
 
 
 def _is_fragment(line: bytes) -> bool:
-    """Whether a line is no JSON at all, as a write that hit a full disk leaves it."""
+    """Whether a line is no JSON , as a write that hit a full disk leaves it."""
     try:
         msgspec.json.decode(line)
     except msgspec.DecodeError:
@@ -201,22 +190,6 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _encode(record: msgspec.Struct) -> bytes:
-    """JSON. It has no infinities, so a figure that is not finite is stored as the largest double (of its sign)."""
-    plain = msgspec.to_builtins(record)
-    return msgspec.json.encode(_finite(plain))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return -LARGEST_DOUBLE if value < 0 else LARGEST_DOUBLE
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _reason(error: OSError) -> str:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.extensions import extensions
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 from pytest_klineage.records.source import SUFFIXES
 from pytest_klineage.surfaces.base import Built, SurfaceBackend, SurfaceFailure
@@ -28,10 +29,27 @@ __all__ = ["SURFACES", "Built", "SurfaceBackend", "SurfaceFailure", "read_source
 
 
 def surface_backend(name: str) -> SurfaceBackend:
-    """The surface of that name. Raises UnknownName."""
-    if name not in SURFACES:
-        raise UnknownName("surface", name, SURFACES)
-    return SURFACES[name]
+    """The surface of that name, shipped or of another package. Raises UnknownName, which lists the valid ones."""
+    if name in SURFACES:
+        return SURFACES[name]
+    others = extensions("surfaces")
+    if name not in others:
+        raise UnknownName("surface", name, [*SURFACES, *others])
+    found = others[name].load()
+    made = found() if isinstance(found, type) else found
+    if not isinstance(made, SurfaceBackend) or made.surface != name:
+        raise UsageError(
+            f"{others[name].package} registers {others[name].point.value} as surface {name}; it is {made!r}"
+        )
+    SURFACES[name] = made
+    return made
+
+
+def surface_of(suffix: str) -> str | None:
+    """The surface that a file's suffix means: a shipped one, or one of another package that claims the suffix."""
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix].value
+    return next((name for name in extensions("surfaces") if suffix in surface_backend(name).suffixes), None)
 
 
 def read_source(
@@ -53,12 +71,12 @@ def read_source(
         return KernelSource(surface=Surface.PYTHON, files=(), entry=function, module=module, label=label or text)
     main = Path(path)
     if surface is None:
-        if main.suffix not in SUFFIXES:
-            raise UsageError(
-                f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}. "
-                'A function of a module is written "package.module:function"'
-            )
-        surface = SUFFIXES[main.suffix].value
+        surface = surface_of(main.suffix)
+    if surface is None:
+        raise UsageError(
+            f"{main.name}: the suffix says no surface; pass surface= one of {', '.join(sorted(SURFACES))}. "
+            'A function of a module is written "package.module:function"'
+        )
     surface_backend(surface)
     files = tuple(SourceFile(name=Path(item).name, text=_read(Path(item))) for item in (main, *also))
     return KernelSource(

@@ -96,14 +96,15 @@ def has_entry(module: Any, entry: str) -> bool:
 
 
 def declared(module: Any, platform: str) -> list[dict[str, Any]]:
-    """The entries of COMPILE for a platform; none where it is absent or has none. Raises Misdeclared."""
+    """The entries of COMPILE for a platform, else those for "*"; none where it has neither. Raises Misdeclared."""
     table = getattr(module, "COMPILE", {})
     if not isinstance(table, dict) or not all(isinstance(specs, list | tuple) for specs in table.values()):
         raise Misdeclared('COMPILE is a dict of lists by platform, such as {"sm90": [{"kernel": ...}]}')
-    for spec in table.get(platform, ()):
+    specs = list(table.get(platform if platform in table else "*", ()))
+    for spec in specs:
         if not isinstance(spec, dict) or "kernel" not in spec:
             raise Misdeclared(f'every entry of COMPILE["{platform}"] is a dict with a "kernel", got {spec!r:.200}')
-    return list(table.get(platform, ()))
+    return specs
 
 
 def check_fields(spec: dict[str, Any], valid: tuple[str, ...]) -> None:

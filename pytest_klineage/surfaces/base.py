@@ -66,9 +66,15 @@ class Memory:
 
 
 class SurfaceBackend(ABC):
-    """One language. Instances are stateless; `build` runs in the judge, `load` in a worker."""
+    """One language. Instances are stateless; `build` runs in the judge, `load` in a worker.
+
+    A package registers one of its own under the entry point `pytest_klineage.surfaces`.
+    """
 
     surface: ClassVar[Surface]
+    """Its name; of another package's, a plain string."""
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Of another package's: suffixes of files that are meant when the user names no surface."""
     platforms: ClassVar[tuple[str, ...]]
     needs_torch: ClassVar[bool]
     """Whether the worker must have torch loaded. One that need not has no library to lean on."""
@@ -92,11 +98,11 @@ class SurfaceBackend(ABC):
         """
 
     @abstractmethod
-    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+    def load(self, artifact: Path, entry: str, module: str) -> LoadedKernel:
         """Load in this process. Raises SurfaceFailure when the entry is missing."""
 
 
-class Loaded(ABC):
+class LoadedKernel(ABC):
     """A kernel in this process."""
 
     copied_under_the_clock: ClassVar[bool] = True

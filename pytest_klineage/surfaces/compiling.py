@@ -12,10 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
-
-from pytest_klineage.records import Build, Code
-from pytest_klineage.surfaces.base import Built, SurfaceFailure
+from pytest_klineage.records import Code
+from pytest_klineage.surfaces.base import SurfaceFailure
 
 LOG_LIMIT = 8_000
 """Characters of compiler output that a verdict keeps: enough for the first errors."""
@@ -38,13 +36,6 @@ def bounded(text: str, limit: int = LOG_LIMIT) -> str:
     if len(text) <= limit:
         return text
     return f"{text[:limit]}\n... {len(text) - limit} more characters"
-
-
-def cached(artifact: Path, build: Build) -> Built | None:
-    """The artifact, when an earlier build has published it; `build` says how."""
-    if not artifact.exists():
-        return None
-    return Built(artifact=artifact, build=msgspec.structs.replace(build, cached=True))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The cuda surface: CUDA C++ built by nvcc for sm_90a or sm_120a into a shared library of the native ABI.
+"""The cuda surface: CUDA C++ built by nvcc for one architecture into a shared library of the native ABI.
 
 No device is needed to build. What is asked for (source, flags, architecture) is kept apart from what it is made with
 (toolkit, host compiler, versions of headers): see `recipe` and surfaces/artifacts.py.
@@ -12,18 +12,15 @@ import shlex
 from pathlib import Path
 from typing import ClassVar
 
-from pytest_klineage.records import Build, Code, KernelSource, Surface
+from pytest_klineage.records import GPU_PLATFORMS, Build, Code, KernelSource, Surface, gpu_platform
 from pytest_klineage.surfaces import artifacts
-from pytest_klineage.surfaces.base import Built, Loaded, SurfaceBackend, SurfaceFailure
+from pytest_klineage.surfaces.base import Built, LoadedKernel, SurfaceBackend, SurfaceFailure
 from pytest_klineage.surfaces.compiling import bounded, compile_once, digest_of, scratch
 from pytest_klineage.surfaces.elf import check_entry
-from pytest_klineage.surfaces.headers import shared_headers
-from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel
+from pytest_klineage.surfaces.native import HEADER, INCLUDE_DIR, NativeKernel, shared_headers
 from pytest_klineage.surfaces.resources import parse_ptxas, with_instructions
 from pytest_klineage.surfaces.toolkit import HEADER_LIBRARIES, HeaderLibrary, Toolkit, find_headers, find_toolkit
 
-ARCHITECTURES = {"sm90": "90a", "sm120": "120a"}
-"""What a platform is called by nvcc; with the "a" come wgmma (90a) and block-scaled mma (120a)."""
 BASE_FLAGS = ("-shared", "-Xcompiler=-fPIC", "--cudart=static", "-lineinfo", "-Xptxas=-v")
 DEFAULT_FLAGS = {"-std": "-std=c++17", "-O": "-O3"}
 """By option. nvcc takes each of them once: a source's own replaces it, all its other flags come on top."""
@@ -48,12 +45,12 @@ class CudaBackend(SurfaceBackend):
     """Builds one translation unit; further files lie beside it and may be included by name."""
 
     surface: ClassVar[Surface] = Surface.CUDA
-    platforms: ClassVar[tuple[str, ...]] = tuple(ARCHITECTURES)
+    platforms: ClassVar[tuple[str, ...]] = tuple(GPU_PLATFORMS)
     needs_torch: ClassVar[bool] = False
 
     def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
         recipe, shown = self.recipe(source, platform=platform), shown_command(source, platform)
-        toolkit = find_toolkit()
+        toolkit = find_toolkit(platform)
         headers = [find_headers(flag.removeprefix(INCLUDE)) for flag in source.flags if flag.startswith(INCLUDE)]
         digest = digest_of(recipe, toolkit.description, *(f"{item.name} {item.version}" for item in headers))
         directory = cache / "cuda" / digest
@@ -83,7 +80,7 @@ class CudaBackend(SurfaceBackend):
         shared = (f"{header.name}\n{header.text}" for header in shared_headers(source))
         return digest_of(source.digest, HEADER.read_bytes(), *shared, shown, os.uname().machine)
 
-    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+    def load(self, artifact: Path, entry: str, module: str) -> LoadedKernel:
         return NativeKernel(artifact, entry)
 
 
@@ -98,12 +95,9 @@ def shown_command(source: KernelSource, platform: str) -> list[str]:
     check_flags(source.flags)
     if source.main is None:
         raise SurfaceFailure(Code.SOURCE_MISSING, "a cuda kernel needs a source file")
-    architecture = ARCHITECTURES[platform]
-    defaults = [
-        default
-        for option, default in DEFAULT_FLAGS.items()
-        if not any(flag.startswith(option) for flag in source.flags)
-    ]
+    architecture = gpu_platform(platform).target
+    own = source.flags
+    defaults = [flag for option, flag in DEFAULT_FLAGS.items() if not any(one.startswith(option) for one in own)]
     return [
         "nvcc", f"-gencode=arch=compute_{architecture},code=sm_{architecture}", *BASE_FLAGS, *defaults, *source.flags,
         source.main.name, "-o", artifacts.LIBRARY,
@@ -136,13 +130,8 @@ def check_flags(flags: tuple[str, ...]) -> None:
         if flag.startswith(INCLUDE):
             if flag.removeprefix(INCLUDE) not in HEADER_LIBRARIES:
                 valid = ", ".join(sorted(HEADER_LIBRARIES))
-                raise SurfaceFailure(
-                    Code.FLAG_REFUSED,
-                    f"{flag!r} names no header library that is known here; valid: {valid}. Own files go into also=",
-                )
+                said = f"{flag!r} names no header library that is known here; valid: {valid}. Own files go into also="
+                raise SurfaceFailure(Code.FLAG_REFUSED, said)
         elif not any(re.fullmatch(pattern, flag) for pattern in ALLOWED_FLAGS):
-            raise SurfaceFailure(
-                Code.FLAG_REFUSED,
-                f"the compiler flag {flag!r} is not allowed; the list is in docs/reference/surfaces.md, and the"
-                " architecture is the platform's",
-            )
+            where = "the list is in docs/reference/surfaces.md, and the architecture is the platform's"
+            raise SurfaceFailure(Code.FLAG_REFUSED, f"the compiler flag {flag!r} is not allowed; {where}")

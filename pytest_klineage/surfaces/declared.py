@@ -15,8 +15,8 @@ from pytest_klineage.records import Code, KernelSource
 from pytest_klineage.surfaces.ahead import RESULT
 from pytest_klineage.surfaces.base import SurfaceFailure
 from pytest_klineage.surfaces.compiling import compile_once
-from pytest_klineage.surfaces.cubin import Unit
-from pytest_klineage.surfaces.python import MODULE_NAME
+from pytest_klineage.surfaces.python import lay_out
+from pytest_klineage.surfaces.resources import Unit
 
 AHEAD = Path(__file__).with_name("ahead.py")
 CONTAINMENT = Path(__file__).parents[1] / "worker" / "sandbox" / "containment.py"
@@ -25,7 +25,7 @@ RESULT_LIMIT = 4 << 20
 READABLE = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc/ld.so.cache", "/sys/devices/system/cpu", "/proc")
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CompileReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the compiling process reports."""
 
     entry: bool
@@ -33,7 +33,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     units: tuple[Unit, ...]
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class CompileTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What is compiled for, and in which environment."""
 
     platform: str
@@ -47,21 +47,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 class Compiled(msgspec.Struct, frozen=True, kw_only=True):
     """The answer, where its files lie, and the compiler's log."""
 
-    answer: Answer
+    answer: CompileReport
     out: Path
     log: str
     seconds: float
 
 
-def lay_out(source: KernelSource, directory: Path) -> Path:
-    """Write the source's files into a new folder, the first as the module that is imported."""
-    directory.mkdir()
-    for index, file in enumerate(source.files):
-        (directory / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
-    return directory
-
-
-def compile_ahead(source: KernelSource, directory: Path, target: Target, *, timeout_s: float) -> Compiled:
+def compile_ahead(source: KernelSource, directory: Path, target: CompileTarget, *, timeout_s: float) -> Compiled:
     """Compile what the file declares for a platform.
 
     Raises SurfaceFailure with the compiler's words, or when the process leaves no answer.
@@ -86,7 +78,7 @@ def compile_ahead(source: KernelSource, directory: Path, target: Target, *, time
     return Compiled(answer=answer, out=out, log=log, seconds=seconds)
 
 
-def readable_for(target: Target) -> list[str]:
+def readable_for(target: CompileTarget) -> list[str]:
     """What the process may read: the system, this Python, and where the compilers are installed."""
     return [*READABLE, *interpreter_paths(), *map(installation_of, target.programs)]
 
@@ -118,14 +110,14 @@ def interpreter_paths() -> list[str]:
     return [sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"], str(AHEAD.parent), *python_path()]
 
 
-def read_answer(out: Path, log: str) -> Answer:
+def read_answer(out: Path, log: str) -> CompileReport:
     """The answer of the process, checked: it ran beside the candidate. Raises SurfaceFailure."""
     path = out / RESULT
     if not is_plain(path) or path.stat().st_size > RESULT_LIMIT:
         message = "the process that compiles the file ended without an answer; the file must not end it"
         raise SurfaceFailure(Code.COMPILE, message, log=log)
     try:
-        answer = msgspec.json.decode(path.read_bytes(), type=Answer)
+        answer = msgspec.json.decode(path.read_bytes(), type=CompileReport)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         message = f"the process that compiles the file gave a strange answer: {error}"
         raise SurfaceFailure(Code.COMPILE, message, log=log) from error

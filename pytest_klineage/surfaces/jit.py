@@ -19,16 +19,18 @@ from typing import ClassVar
 import msgspec
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.records import Build, Code, KernelSource
-from pytest_klineage.surfaces.base import Built, Loaded, SurfaceFailure
+from pytest_klineage.records import GPU_PLATFORMS, Build, Code, KernelSource
+from pytest_klineage.surfaces.base import Built, LoadedKernel, SurfaceFailure
 from pytest_klineage.surfaces.compiling import bounded, digest_of, scratch
-from pytest_klineage.surfaces.cubin import resources
-from pytest_klineage.surfaces.declared import AHEAD, Compiled, Target, compile_ahead, is_plain, lay_out
-from pytest_klineage.surfaces.python import PythonBackend, parse
+from pytest_klineage.surfaces.declared import AHEAD, Compiled, CompileTarget, compile_ahead, is_plain
+from pytest_klineage.surfaces.python import PythonBackend, lay_out, parse, publish
+from pytest_klineage.surfaces.resources import resources
 
 HIDDEN = ".build"
 """Folder of an artifact with what was compiled; no source file can have such a name."""
 DESCRIPTION = "build.json"
+CACHE = "cache"
+"""Where an artifact keeps the entries of the language's cache; below its folder in a home, it has the same name."""
 NOTHING_DECLARED = "COMPILE declares nothing for {platform}: everything is compiled when the kernel first runs"
 
 
@@ -38,14 +40,16 @@ class JitBackend(PythonBackend):
     What a run asks for and COMPILE does not declare is compiled by the language itself, when it is first called.
     """
 
-    platforms: ClassVar[tuple[str, ...]] = ("sm90", "sm120")
+    platforms: ClassVar[tuple[str, ...]] = tuple(GPU_PLATFORMS)
     allow_processes: ClassVar[bool] = True
     package: ClassVar[str]
     """What is imported and installed."""
     title: ClassVar[str]
     """What people call it."""
     cache_variables: ClassVar[tuple[str, ...]]
-    """Environment variables that name the folders of its just-in-time compiler."""
+    """Environment variables that name the folders of its just-in-time compiler, that of its cache first."""
+    kept: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of the files of a cache's entry that it needs to take a kernel from there."""
 
     @abstractmethod
     def arch(self, platform: str) -> int | str:
@@ -64,10 +68,12 @@ class JitBackend(PythonBackend):
         return ()
 
     def keep(self, directory: Path, hidden: Path) -> None:
-        """Put further results of the build in `directory` into the artifact. Raises OSError."""
+        """Put the language's cache, which the build in `directory` has filled, into the artifact. Raises OSError."""
+        copy_entries(directory / f".{self.package}" / CACHE, hidden / CACHE, self.kept)
 
     def unpack(self, hidden: Path) -> None:
         """Hand what was kept to the language's just-in-time compiler, in a worker."""
+        copy_entries(hidden / CACHE, Path(os.environ[self.cache_variables[0]]), self.kept)
 
     def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
         check_source(source)
@@ -78,7 +84,7 @@ class JitBackend(PythonBackend):
             return hit
         with scratch(cache) as directory:
             started = time.monotonic()
-            target = Target(
+            target = CompileTarget(
                 platform=platform, arch=self.arch(platform), environment=self.environment(), programs=self.programs()
             )  # fmt: skip
             compiled = compile_ahead(source, directory, target, timeout_s=timeout_s)
@@ -93,7 +99,7 @@ class JitBackend(PythonBackend):
             publish(staging, artifact)
         return Built(artifact=artifact, build=build)
 
-    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+    def load(self, artifact: Path, entry: str, module: str) -> LoadedKernel:
         for name in self.cache_variables:
             os.environ[name] = str(Path.home() / name.lower())
         self.unpack(artifact / HIDDEN)
@@ -143,16 +149,6 @@ def stage(source: KernelSource, compiled: Compiled, staging: Path, build: Build)
         (hidden / unit.file).write_bytes((compiled.out / unit.file).read_bytes())
     (hidden / DESCRIPTION).write_bytes(msgspec.json.encode(build))
     return staging
-
-
-def publish(staging: Path, artifact: Path) -> None:
-    """Move an artifact into the cache. Raises OSError."""
-    artifact.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.replace(staging, artifact)
-    except OSError:
-        if not artifact.exists():  # somebody else may have published the same
-            raise
 
 
 def report(compiled: Compiled, platform: str) -> str:

@@ -1,12 +1,20 @@
-"""The native ABI of include/klineage.h in ctypes: structs, and a bound call. Shared by every compiled surface."""
+"""The native ABI of include/klineage.h: the headers that come with it, its structs in ctypes, a bound call.
+
+Headers that come with the package (klineage/sm90/v1/*.cuh) are frozen: a change gets a new version folder, so that a
+source's digest goes on naming one kernel. What a build used is part of its recipe and stands in its record as well.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import re
 from pathlib import Path
 
-from pytest_klineage.records import Code, Placement, Slot
-from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, SurfaceFailure, data_address
+import msgspec
+
+from pytest_klineage.records import Code, KernelSource, Placement, Slot
+from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, SurfaceFailure, data_address
 
 ABI_VERSION = 1
 MAX_DIMS = 8
@@ -76,7 +84,44 @@ def c_tensor(memory: MappedMemory, placement: Placement) -> CTensor:
     )
 
 
-class NativeKernel(Loaded):
+def no_entry(entry: str) -> SurfaceFailure:
+    """The failure of a library without its entry."""
+    said = f'the library exports no symbol {entry!r}; declare it extern "C" int {entry}(const klineage_call *)'
+    return SurfaceFailure(Code.ENTRY_MISSING, said)
+
+
+MENTION = re.compile(r"\bklineage/\w+/v\d+/\w+\.cuh\b")
+"""A header's name, anywhere in a text: an include may be computed from a macro."""
+
+
+class SharedHeader(msgspec.Struct, frozen=True):
+    """One header of the package: the name that it is included by, and its text."""
+
+    name: str
+    text: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the text, in hexadecimal."""
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+
+def shared_headers(source: KernelSource) -> tuple[SharedHeader, ...]:
+    """Every header of the package that a source names, and those that these name, by name.
+
+    A name that the package does not have is left to the compiler, which says so.
+    """
+    found: dict[str, SharedHeader] = {}
+    texts = [file.text for file in source.files]
+    while texts:
+        for name in MENTION.findall(texts.pop()):
+            if name not in found and (INCLUDE_DIR / name).is_file():
+                found[name] = SharedHeader(name, (INCLUDE_DIR / name).read_text(encoding="utf-8"))
+                texts.append(found[name].text)
+    return tuple(found[name] for name in sorted(found))
+
+
+class NativeKernel(LoadedKernel):
     """A symbol of a shared library that follows the native ABI."""
 
     def __init__(self, artifact: Path, entry: str) -> None:
@@ -87,10 +132,7 @@ class NativeKernel(Loaded):
         try:
             self._function = self._library[entry]
         except AttributeError as error:
-            raise SurfaceFailure(
-                Code.ENTRY_MISSING,
-                f'the library exports no symbol {entry!r}; declare it extern "C" int {entry}(const klineage_call *)',
-            ) from error
+            raise no_entry(entry) from error
         self._function.restype = ctypes.c_int
         self._function.argtypes = (ctypes.POINTER(CCall),)
 

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pytest_klineage.records import Build, Code, KernelSource, Placement, Slot, Surface
-from pytest_klineage.surfaces.base import Built, Invoke, Loaded, MappedMemory, SurfaceBackend, SurfaceFailure
+from pytest_klineage.records import PLATFORMS, Build, Code, KernelSource, Placement, Slot, Surface
+from pytest_klineage.surfaces.base import Built, Invoke, LoadedKernel, MappedMemory, SurfaceBackend, SurfaceFailure
 from pytest_klineage.surfaces.compiling import digest_of, scratch
 
 MODULE_NAME = "kernel"
@@ -29,7 +29,7 @@ class PythonBackend(SurfaceBackend):
     """Lays the files out in the cache; nothing is compiled."""
 
     surface: ClassVar[Surface] = Surface.PYTHON
-    platforms: ClassVar[tuple[str, ...]] = ("cpu", "sm90", "sm120")
+    platforms: ClassVar[tuple[str, ...]] = PLATFORMS
     needs_torch: ClassVar[bool] = True
 
     def build(self, source: KernelSource, cache: Path, *, platform: str, timeout_s: float) -> Built:
@@ -39,20 +39,10 @@ class PythonBackend(SurfaceBackend):
             parse(source.main.name, source.main.text)
         if not directory.exists():
             with scratch(cache) as staging:
-                layout = staging / "files"
-                layout.mkdir()
-                for index, file in enumerate(source.files):
-                    (layout / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
-                directory.parent.mkdir(parents=True, exist_ok=True)
-                try:
-                    os.replace(layout, directory)
-                except OSError:
-                    # Somebody else may have published the same meanwhile.
-                    if not directory.exists():
-                        raise
+                publish(lay_out(source, staging / "files"), directory)
         return Built(artifact=directory, build=Build(digest=digest, toolchain=f"Python {sys.version.split()[0]}"))
 
-    def load(self, artifact: Path, entry: str, module: str) -> Loaded:
+    def load(self, artifact: Path, entry: str, module: str) -> LoadedKernel:
         if module:
             loaded = import_named(module)
         else:
@@ -66,6 +56,24 @@ class PythonBackend(SurfaceBackend):
         return PythonKernel(function)
 
 
+def lay_out(source: KernelSource, directory: Path) -> Path:
+    """Write the source's files into a new folder, the first as the module that is imported."""
+    directory.mkdir()
+    for index, file in enumerate(source.files):
+        (directory / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
+    return directory
+
+
+def publish(staging: Path, artifact: Path) -> None:
+    """Move an artifact into the cache. Raises OSError."""
+    artifact.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.replace(staging, artifact)
+    except OSError:
+        if not artifact.exists():  # somebody else may have published the same
+            raise
+
+
 def import_named(module: str) -> Any:
     """An installed module. Raises SurfaceFailure when there is none; what it raises itself goes through."""
     try:
@@ -77,7 +85,7 @@ def import_named(module: str) -> Any:
         raise SurfaceFailure(Code.EXCEPTION, f"No module named {error.name!r}: {where}") from error
 
 
-class PythonKernel(Loaded):
+class PythonKernel(LoadedKernel):
     """A Python callable on torch tensors that view the arena."""
 
     def __init__(self, function: Callable[..., Any]) -> None:

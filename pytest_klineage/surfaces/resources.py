@@ -13,12 +13,14 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.records import Code, KernelResources
+from pytest_klineage.records import Code, KernelResources, gpu_platform
 from pytest_klineage.surfaces.base import SurfaceFailure
-from pytest_klineage.surfaces.toolkit import Disassembler
+from pytest_klineage.surfaces.compiling import bounded
+from pytest_klineage.surfaces.toolkit import Disassembler, find_disassembler
 
 OPCODES = (
     (r"[HIQB]GMMA", "wgmma"),
+    (r"UTC[A-Z]*MMA", "tcgen05"),
     (r"[HIDQBO]MMA", "mma"),
     (r"UTMALDG", "tma_load"),
     (r"UTMASTG", "tma_store"),
@@ -32,7 +34,7 @@ OPCODES = (
     (r"USETMAXREG", "setmaxnreg"),
     (r"UCGABAR_(ARV|WAIT)", "cluster"),
 )
-"""Opcodes of the machine code (sm_90, sm_120) and what records.case.INSTRUCTIONS calls them."""
+"""Opcodes of the machine code (sm_80 to sm_120) and what records.case.INSTRUCTIONS calls them."""
 MULTICAST = "MULTICAST"
 """Modifier of a bulk copy that goes to several blocks of a cluster."""
 
@@ -151,3 +153,49 @@ def _dump(disassembler: Disassembler, what: str, artifact: Path) -> str:
         message = f"cuobjdump {what} ended with status {done.returncode} on the built kernel"
         raise SurfaceFailure(Code.COMPILE, message, log=done.stderr[:2000])
     return done.stdout
+
+
+class Unit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One compiled declaration, as the compiling process reports it."""
+
+    name: str
+    """The kernel's name in the cubin."""
+    file: str
+    """Its cubin."""
+    log: str
+    """What ptxas said."""
+    shared_bytes: int
+    """Dynamic shared memory of a block; 0 when unknown."""
+
+
+def resources(units: tuple[Unit, ...], folder: Path, platform: str) -> tuple[KernelResources, ...]:
+    """Registers, spills and instructions of compiled kernels, whose cubins lie in a folder. Raises SurfaceFailure."""
+    disassembler = find_disassembler()
+    found: list[KernelResources] = []
+    for unit in units:
+        check_shared(unit.name, unit.shared_bytes, platform)
+        cubin = folder / unit.file
+        found += with_instructions(registers(unit, cubin, disassembler), cubin, disassembler)
+    return tuple(found)
+
+
+def registers(unit: Unit, cubin: Path, disassembler: Disassembler | None) -> tuple[KernelResources, ...]:
+    """What ptxas said of a kernel; what stands in its cubin where it said nothing. Raises SurfaceFailure."""
+    # The ptxas for sm120 in Triton's wheel goes by another name.
+    kernels, _rest = parse_ptxas(unit.log.replace("ptxas-blackwell info", "ptxas info"))
+    if not kernels and disassembler is not None:
+        kernels = resource_usage(cubin, disassembler)
+    if not kernels:
+        message = f"ptxas said nothing of {unit.name:.200}; install cuobjdump and nvdisasm, or leave sys.stdout alone"
+        raise SurfaceFailure(Code.COMPILE, message, log=bounded(unit.log))
+    return kernels
+
+
+def check_shared(name: str, shared_bytes: int, platform: str) -> None:
+    """Raise SurfaceFailure for a kernel that the platform could not launch."""
+    if shared_bytes > (limit := gpu_platform(platform).shared_bytes):
+        raise SurfaceFailure(
+            Code.COMPILE,
+            f"{name} needs {shared_bytes} bytes of shared memory, a block on {platform} has {limit}; "
+            "make the tiles or the number of stages smaller",
+        )

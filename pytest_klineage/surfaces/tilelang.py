@@ -6,20 +6,12 @@ without a GPU, and TileLang finds them when the launcher asks for the same. What
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import ClassVar
 
-from pytest_klineage.records import Surface
-from pytest_klineage.surfaces.jit import JitBackend, copy_entries
+from pytest_klineage.records import Surface, gpu_platform
+from pytest_klineage.surfaces.jit import JitBackend
 from pytest_klineage.surfaces.toolkit import find_toolkit
-
-ARCHITECTURES = {"sm90": "sm_90a", "sm120": "sm_120a"}
-CACHE_VARIABLE = "TILELANG_CACHE_DIR"
-CACHE = "cache"
-"""Where an artifact keeps the entries of TileLang's cache."""
-KEPT = (".cu", ".so", ".pkl")
-"""Files of an entry: sources, the library with the kernel in it, its parameters."""
 
 
 class TilelangBackend(JitBackend):
@@ -28,10 +20,12 @@ class TilelangBackend(JitBackend):
     surface: ClassVar[Surface] = Surface.TILELANG
     package: ClassVar[str] = "tilelang"
     title: ClassVar[str] = "TileLang"
-    cache_variables: ClassVar[tuple[str, ...]] = (CACHE_VARIABLE, "TILELANG_TMP_DIR")
+    cache_variables: ClassVar[tuple[str, ...]] = ("TILELANG_CACHE_DIR", "TILELANG_TMP_DIR")
+    kept: ClassVar[tuple[str, ...]] = (".cu", ".so", ".pkl")
+    """Sources, the library with the kernel in it, its parameters."""
 
     def arch(self, platform: str) -> str:
-        return ARCHITECTURES[platform]
+        return f"sm_{gpu_platform(platform).target}"
 
     def toolchain(self) -> str:
         return find_toolkit().description
@@ -44,9 +38,3 @@ class TilelangBackend(JitBackend):
     def programs(self) -> tuple[str, ...]:
         toolkit = find_toolkit()
         return toolkit.nvcc, toolkit.host_compiler
-
-    def keep(self, directory: Path, hidden: Path) -> None:
-        copy_entries(directory / ".tilelang" / "cache", hidden / CACHE, KEPT)
-
-    def unpack(self, hidden: Path) -> None:
-        copy_entries(hidden / CACHE, Path(os.environ[CACHE_VARIABLE]), KEPT)

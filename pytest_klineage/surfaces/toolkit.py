@@ -15,11 +15,12 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import MissingDependency
+from pytest_klineage.records import gpu_platform
 from pytest_klineage.surfaces.cpp import compiler_version, find_compiler
 
 INSTALL = "pip install 'pytest-klineage[cuda-build]'"
 LEAST_VERSION = (12, 8)
-"""The first toolkit that knows sm_120a."""
+"""The first toolkit that knows sm_120a; a platform may ask for more."""
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 WHEEL_FOLDERS = ("cu13", "cuda_nvcc", "cuda_cuobjdump", "cuda_nvdisasm")
 """Below the package `nvidia`: where wheels put a toolkit's programs, since CUDA 13 and before."""
@@ -71,13 +72,17 @@ class HeaderLibrary(msgspec.Struct, frozen=True, kw_only=True):
     """Its own version and the package that brought it."""
 
 
-def find_toolkit() -> Toolkit:
-    """The toolkit of this machine. Raises MissingDependency without nvcc or a C++ compiler, or for an old nvcc."""
+def find_toolkit(platform: str = "") -> Toolkit:
+    """The toolkit of this machine, new enough for a platform.
+
+    Raises MissingDependency without nvcc or a C++ compiler, or for an old nvcc.
+    """
     nvcc = find_nvcc()
     version = tool_version(nvcc)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if numbers < LEAST_VERSION:
-        raise MissingDependency(f"nvcc {'.'.join(map(str, LEAST_VERSION))} or newer (found {version or nvcc})", INSTALL)
+    least = gpu_platform(platform).toolkit if platform else LEAST_VERSION
+    if numbers < least:
+        raise MissingDependency(f"nvcc {'.'.join(map(str, least))} or newer (found {version or nvcc})", INSTALL)
     return Toolkit(
         nvcc=nvcc,
         version=version,

@@ -1,8 +1,8 @@
 """The triton surface: a Python file with kernels under @triton.jit and a launcher on tensors; COMPILE is built ahead.
 
 COMPILE = {"sm90": [{"kernel": ..., "signature": {...}, "constexprs": {...}, "options": {...}}]} names specialisations
-in Triton's own words. They are compiled without a GPU, and Triton finds them when the launcher asks for the same. What
-else it asks for is compiled then.
+in Triton's own words, under "*" those for every other platform. They are compiled without a GPU, and Triton finds them
+when the launcher asks for the same. What else it asks for is compiled then.
 """
 
 from __future__ import annotations
@@ -12,17 +12,10 @@ import os
 from pathlib import Path
 from typing import ClassVar
 
-from pytest_klineage.records import Surface
-from pytest_klineage.surfaces.jit import JitBackend, copy_entries
+from pytest_klineage.records import Surface, gpu_platform
+from pytest_klineage.surfaces.jit import JitBackend
 from pytest_klineage.surfaces.toolkit import find_disassembler
 
-CAPABILITIES = {"sm90": 90, "sm120": 120}
-"""Triton's number of each platform; it compiles for sm_90a and sm_120a."""
-CACHE_VARIABLE = "TRITON_CACHE_DIR"
-CACHE = "cache"
-"""Where an artifact keeps the entries of Triton's cache."""
-KEPT = (".json", ".cubin", ".ptx")
-"""Files of an entry that Triton needs to take a kernel from its cache."""
 GROUP = "__grp__"
 """How Triton begins the name of the file that lists an entry's files, by their full paths."""
 
@@ -33,10 +26,11 @@ class TritonBackend(JitBackend):
     surface: ClassVar[Surface] = Surface.TRITON
     package: ClassVar[str] = "triton"
     title: ClassVar[str] = "Triton"
-    cache_variables: ClassVar[tuple[str, ...]] = (CACHE_VARIABLE,)
+    cache_variables: ClassVar[tuple[str, ...]] = ("TRITON_CACHE_DIR",)
+    kept: ClassVar[tuple[str, ...]] = (".json", ".cubin", ".ptx")
 
     def arch(self, platform: str) -> int:
-        return CAPABILITIES[platform]
+        return gpu_platform(platform).number
 
     def toolchain(self) -> str:
         disassembler = find_disassembler()
@@ -45,13 +39,9 @@ class TritonBackend(JitBackend):
     def environment(self) -> dict[str, str]:
         return {"TRITON_DUMP_PTXAS_LOG": "1"}
 
-    def keep(self, directory: Path, hidden: Path) -> None:
-        copy_entries(directory / ".triton" / "cache", hidden / CACHE, KEPT)
-
     def unpack(self, hidden: Path) -> None:
-        place = Path(os.environ[CACHE_VARIABLE])
-        copy_entries(hidden / CACHE, place, KEPT)
-        relocate(place)
+        super().unpack(hidden)
+        relocate(Path(os.environ[self.cache_variables[0]]))
 
 
 def relocate(cache: Path) -> None:

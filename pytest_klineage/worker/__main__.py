@@ -14,7 +14,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="pytest_klineage.worker")
     parser.add_argument("role", choices=("oracle", "template"))
     parser.add_argument("fd", type=int)
-    parser.add_argument("--preload", choices=("none", "torch"), default="none")
+    parser.add_argument("--preload", choices=("none", "torch", "refused"), default="none")
     options = parser.parse_args(arguments)
     containment.die_with_parent()
     channel = Channel.from_fd(options.fd)

@@ -1,4 +1,5 @@
-"""The oracle's stock of problems for one case: inputs of every regime with expected outputs, and their disguises."""
+"""The oracle's stock of problems for one case: inputs of every input distribution with expected outputs, and their
+symmetry transforms."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.movement import is_rearrangement
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -18,7 +20,7 @@ from pytest_klineage.records.messages import OpenCase, PlannedCheck
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
 
-TWIN = "one_element_changed"
+PERTURBED = "one_element_changed"
 """Name of the check whose inputs differ from the previous one's in a single element."""
 
 
@@ -34,13 +36,15 @@ def generator(secret: str, *purpose: object, device: str = "cpu") -> torch.Gener
 class Problem:
     """One set of inputs with its expected outputs."""
 
-    def __init__(self, case: KernelCase, regime: str, inputs: Tensors, bounds: dict[str, float] | None = None) -> None:
-        self.case, self.regime = case, regime
+    def __init__(
+        self, case: KernelCase, input_distribution: str, inputs: Tensors, expected: Expected | None = None
+    ) -> None:
+        self.case, self.input_distribution = case, input_distribution
         self.inputs = inputs
-        self.expected = Expected(operator_of(case), case, inputs, bounds)
+        self.expected = expected or Expected(operator_of(case), case, inputs)
 
 
-class Disguised:
+class TransformedProblem:
     """A problem behind a random symmetry: other bytes, same answer up to `undo`."""
 
     def __init__(self, problem: Problem, key: str) -> None:
@@ -48,7 +52,14 @@ class Disguised:
         case = problem.case
         device = next(iter(problem.inputs.values())).device.type
         random = generator(key, "disguise", device=device)
-        self.inputs, self.undo = operator_of(case).disguise(case, problem.inputs, random)
+        self.inputs, self.undo = operator_of(case).symmetry_transform(case, problem.inputs, random)
+
+
+class Remade:
+    """An undeclared check that is made when it is due."""
+
+    def __init__(self, case: KernelCase, input_distribution: str) -> None:
+        self.case, self.input_distribution = case, input_distribution
 
 
 class Plain:
@@ -60,7 +71,13 @@ class Plain:
 
 
 NOVEL_LIMIT_S = 0.25
-"""Problems that take longer to make than this are not made while timing; checking is then by disguises alone."""
+"""Problems that take longer to make than this are not made while timing, but before: see STOCK."""
+STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
+"""How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
+answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
+KEPT_ELEMENTS = 1 << 25
+"""Undeclared checks of tensors with more elements than this in all are made again when they are due: 8 of them would
+take more than 4 GB in float64."""
 
 
 class ProblemSet:
@@ -70,7 +87,7 @@ class ProblemSet:
         started = time.monotonic()
         self.case, self.secret, self.device = request.case, request.secret, request.device
         chosen = operator_of(self.case)
-        default = chosen.regimes[0]
+        default = chosen.input_distributions[0]
         self.notes = chosen.examine(self.case, chosen.make_inputs(self.case, self.random("examine"), default))
         self.findings = lint_case(chosen, self.case, self.random("lint"))
         chosen.object_to(self.findings)
@@ -80,35 +97,101 @@ class ProblemSet:
             for seed in range(request.seeds)
         ]
         first = time.monotonic()
-        self.novel()
-        self.novel_is_cheap = time.monotonic() - first <= NOVEL_LIMIT_S
-        nudged = chosen.nudge(self.case, self.timed[0].inputs, self.random(TWIN))
-        self.twin = Problem(self.case, TWIN, nudged)
-        self.checks = [*self.timed[:1], self.twin, *self.timed[1:]]
-        for regime in chosen.regimes[1:]:
-            inputs = chosen.make_inputs(self.case, self.random(regime), regime)
-            self.checks.append(Problem(self.case, regime, inputs))
+        drawn = self.novel()
+        seconds = time.monotonic() - first
+        self.novel_is_cheap = seconds <= NOVEL_LIMIT_S
+        self.stock: list[Problem] = []
+        self.stock_size = self.size_of_stock(seconds) if self.has_symmetry and not self.novel_is_cheap else 0
+        perturbed = chosen.perturb(self.case, self.timed[0].inputs, self.random(PERTURBED))
+        self.perturbed_problem = Problem(self.case, PERTURBED, perturbed)
+        self.checks: list[Problem | Remade] = [*self.timed[:1], self.perturbed_problem, *self.timed[1:]]
+        for input_distribution in chosen.input_distributions[1:]:
+            inputs = chosen.make_inputs(self.case, self.random(input_distribution), input_distribution)
+            self.checks.append(Problem(self.case, input_distribution, inputs))
         for shape in self.case.also_shapes:
             other = self.case.at_shape(shape)
             inputs = chosen.make_inputs(other, self.random(str(shape)), default)
             self.checks.append(Problem(other, default, inputs))
+        self.add_further()
+        self.only_moves = self.device == "cpu" and self.moves(drawn)
         self.seconds = time.monotonic() - started
+
+    def add_further(self) -> None:
+        """Checks that the user has not declared, and a note that says which of them are left out, and why."""
+        chosen = operator_of(self.case)
+        absent: dict[str, list[str]] = {}
+        for name in chosen.further_names(self.case):
+            found = self.further(name)
+            if isinstance(found, str):
+                absent.setdefault(found, []).append(name)
+                continue
+            kept = sum(tensor.numel() for tensor in (*found.inputs.values(), *found.expected.outputs.values()))
+            self.checks.append(found if kept <= KEPT_ELEMENTS else Remade(found.case, found.input_distribution))
+        absent.pop("", None)
+        self.notes = [*self.notes, *(f"not checked with {', '.join(names)}: {why}" for why, names in absent.items())]
+
+    def moves(self, novel: Problem) -> bool:
+        """Whether an answer consists of copies of input elements, so that copying is all of the work."""
+        alike = [novel, *(one for one in self.checks if isinstance(one, Problem) and one.case == self.case)]
+        answers = [(problem.inputs, problem.expected.outputs) for problem in alike]
+        return operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers)
+
+    def further(self, name: str) -> Problem | str:
+        """An undeclared check, the same one every time, or why there is none."""
+        chosen = operator_of(self.case)
+        wrong = self.timed[0].expected.outputs
+        found = chosen.further_problem(self.case, name, self.random("further", name), wrong)
+        return found if isinstance(found, str) else Problem(chosen.further_case(self.case, name), name, *found)
+
+    def check(self, index: int) -> Problem:
+        """A planned check. Raises ValueError for one that cannot be made again."""
+        planned = self.checks[index]
+        found = self.further(planned.input_distribution) if isinstance(planned, Remade) else planned
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def layouts(self) -> list[KernelCase]:
+        """The cases that tensors and scalars are laid out for in shared memory: this one, at others of its shapes, and
+        with other values of its options."""
+        cases = [self.case.at_shape(shape) for shape in (self.case.shape, *self.case.also_shapes)]
+        return [*cases, *(check.case for check in self.checks if check.case.options != self.case.options)]
+
+    def layout_of(self, problem: Problem) -> int:
+        """The place of a problem's case among them."""
+        return self.layouts().index(problem.case.at_shape(problem.case.shape))
+
+    def size_of_stock(self, seconds: float) -> int:
+        """How many new problems there are to be for timing, where one takes so many seconds to make."""
+        count = min(STOCK, int(STOCK_LIMIT_S / seconds))
+        if count >= LEAST_STOCK:
+            return count
+        self.notes = [*self.notes, f"making a problem takes {seconds:.1f} s, so none is made for timing"]
+        return 0
+
+    def make_stock(self) -> None:
+        """Make them, once: the first kernel that is to be timed waits for them, one that is wrong does not."""
+        while len(self.stock) < self.stock_size:
+            self.stock.append(self.novel())
 
     def random(self, *purpose: object) -> torch.Generator:
         """The generator for a purpose, where the tensors lie."""
         return generator(self.secret, *purpose, device=self.device)
 
     def novel(self) -> Problem:
-        """A problem of the default regime that nobody has seen, with its answer."""
+        """A problem of the default input distribution that nobody has seen, with its answer and its own bounds."""
         chosen = operator_of(self.case)
-        inputs = chosen.make_inputs(self.case, self.random("novel", secrets.token_hex(16)), chosen.regimes[0])
-        bounds = None if self.has_symmetry else self.timed[0].expected.bounds
-        return Problem(self.case, chosen.regimes[0], inputs, bounds)
+        inputs = chosen.make_inputs(
+            self.case, self.random("novel", secrets.token_hex(16)), chosen.input_distributions[0]
+        )
+        return Problem(self.case, chosen.input_distributions[0], inputs)
 
     def planned(self) -> tuple[PlannedCheck, ...]:
         """What the checks are, for the judge's progress."""
         shape = self.case.shape
         return tuple(
-            PlannedCheck(regime=check.regime, shape={} if check.case.shape == shape else check.case.shape)
+            PlannedCheck(
+                input_distribution=check.input_distribution, shape={} if check.case.shape == shape else check.case.shape
+            )
             for check in self.checks
         )

@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.operators import DEFAULT_REGIME, OpenOperator, operator_of
+from pytest_klineage.operators import DEFAULT_DISTRIBUTION, OpenOperator, Operator, operator_of
 from pytest_klineage.operators.resolve import adopt, search_also
 from pytest_klineage.records import DefinitionFile, KernelCase, Slot, TensorSpec
 from pytest_klineage.records.messages import Job
-from pytest_klineage.references import Trial, Variant, reference_of
-from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory
+from pytest_klineage.references import TrialTensors, Variant, reference_of
+from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory
 from pytest_klineage.surfaces.python import tensor_view
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ TRIAL_SEED = 20260401
 """Variants are compared on the same numbers every time; what is timed later has others."""
 
 
-class ReferenceKernel(Loaded):
+class ReferenceKernel(LoadedKernel):
     """The prepared call of a reference for one case."""
 
     # It is trusted, and what it returns is what a user of the library works on.
@@ -101,33 +101,40 @@ def prepared_on_gpu(
     return call
 
 
-def trial_on_cpu(job: Job) -> Trial:
+def trial_on_cpu(job: Job) -> TrialTensors:
     """What a reference on a CPU is tried on, for those that want it. Raises ValueError for a job without a case."""
     if job.case is None:
         raise ValueError("a reference needs its case")
     return replace(trial_of(job.case, "cpu", "cpu"), only=job.variant, files=job.definition.files)
 
 
-def trial_of(case: KernelCase, platform: str, device: str = "cuda") -> Trial:
+def trial_of(case: KernelCase, platform: str, device: str = "cuda") -> TrialTensors:
     """Random inputs of the operator's default distribution, and outputs, with the strides of the case's signature."""
     import torch
 
     chosen = operator_of(case)
-    made = chosen.make_inputs(case, torch.Generator(device).manual_seed(TRIAL_SEED), DEFAULT_REGIME)
+    made = chosen.make_inputs(case, torch.Generator(device).manual_seed(TRIAL_SEED), DEFAULT_DISTRIBUTION)
     signature = chosen.signature(case)
     inputs = {spec.name: empty(spec, device).copy_(made[spec.name]) for spec in signature.inputs}
     outputs = {spec.name: inputs.get(spec.name, empty(spec, device).zero_()) for spec in signature.outputs}
-    own, named = None, dict[str, Any](signature.scalars)
-    if isinstance(chosen, OpenOperator):
-        own, named = own_definition(chosen, case), chosen.sizes(case)
-    return Trial(platform, inputs, outputs, definition=own, named=named)
+    named = chosen.sizes(case) if isinstance(chosen, OpenOperator) else dict[str, Any](signature.scalars)
+    return TrialTensors(platform, inputs, outputs, definition=own_definition(chosen, case), named=named)
 
 
-def own_definition(chosen: OpenOperator, case: KernelCase) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The definition of a user's operator with the case's options, results in their declared types."""
+def own_definition(chosen: Operator, case: KernelCase) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A definition with the case's options, results in their declared types; of a class, its baseline."""
     from pytest_klineage.operators.distributions import torch_dtype
 
-    dtypes = [torch_dtype(spec.dtype) for spec in chosen.signature(case).outputs]
+    signature = chosen.signature(case)
+    if not isinstance(chosen, OpenOperator):
+        taken, made = [spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs]
+
+        def baseline(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found = chosen.baseline_output(case, dict(zip(taken, inputs, strict=True)))
+            return tuple(found[name] for name in made)
+
+        return baseline
+    dtypes = [torch_dtype(spec.dtype) for spec in signature.outputs]
     named, function = chosen.keywords(case), chosen.function
 
     def call(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

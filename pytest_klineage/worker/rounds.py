@@ -7,10 +7,9 @@ import os
 import secrets
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -20,46 +19,43 @@ from pytest_klineage.records import Check, Code, Reason
 from pytest_klineage.records.messages import (
     Again,
     Attached,
-    Done,
-    Failed,
     FromWorker,
-    Loaded,
+    KernelFailed,
+    KernelLoaded,
     LoadFailed,
     MakeEvents,
     Map,
     Mapped,
+    OutputsReady,
     Returned,
     ReturnedTensor,
-    Run,
     RunBlock,
-    Sample,
-    Stop,
+    RunKernel,
+    StopWorker,
+    TimedCall,
 )
-from pytest_klineage.worker.host.arena import OracleArena, as_integers, is_poison, poison
+from pytest_klineage.worker.comparison import View, compare, prepare
+from pytest_klineage.worker.earlier import EarlierResults
+from pytest_klineage.worker.host.arena import OracleArena, flat_bits, same_bits
 from pytest_klineage.worker.host.scheduling import waited_ns
-from pytest_klineage.worker.problems import Disguised, Plain
-from pytest_klineage.worker.stopping import Stopper
-
-if TYPE_CHECKING:
-    from pytest_klineage.operators.base import Tensors
+from pytest_klineage.worker.stopping import Stopper, thread_states
 
 EARLY_SAMPLES = 256
 """Elements of every output that are read the moment the call returns."""
 COPIES_ALLOWED = 4
 """How many copies of a reference's outputs may pass, in time, between its return and its result: cold pages, two hops.
 A candidate's are copied before it has returned."""
-SETTLE_S = 0.05
-"""How long a wrong output is given to change: if it does, work went on after the call had returned."""
+ASKED_AGAIN = 8
+"""One timed call in so many, and every check, is followed by a look at an earlier result: it must be what it was."""
+SETTLE_S, SETTLE_MOST_S = 0.05, 1.0
+"""How long a wrong output is given to change, and at most while the process is at work: if it does, work went on after
+the call had returned."""
 
-LARGEST = sys.float_info.max
-"""Stands for an infinite error in records: JSON has no infinity."""
 WORKER_CODES = frozenset({
     Code.ENTRY_MISSING, Code.EXCEPTION, Code.RETURNED_ERROR, Code.OUT_OF_MEMORY, Code.OUTPUT_COUNT, Code.OUTPUT_SHAPE,
     Code.OUTPUT_DTYPE, Code.OUTPUT_STRIDES, Code.FAKE_TENSOR, Code.CUDA_ERROR, Code.NOT_CAPTURABLE,
 })  # fmt: skip
 """What a worker may say about itself. It shares a process with the candidate, which could claim to be accepted."""
-
-View: TypeAlias = Disguised | Plain
 
 
 class WorkerProblem(Exception):
@@ -72,39 +68,62 @@ class WorkerProblem(Exception):
         """Whose problem it is, where that is not who was at work."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RepetitionResult(msgspec.Struct, frozen=True, kw_only=True):
     """What one repetition gave."""
 
-    sample: Sample
+    sample: TimedCall
     checks: tuple[Check, ...] = ()
     reasons: tuple[Reason, ...] = ()
+    refused: tuple[str, ...] = ()
 
 
-class Player:
+class CallOutcome(NamedTuple):
+    """What a call gave, and what the worker said of it."""
+
+    sample: TimedCall
+    early: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    """By output, places of some elements and what they held when the answer came."""
+    tensors: tuple[ReturnedTensor, ...]
+    as_promised: bool
+    """Whether the outputs are those that the answer was about."""
+
+
+NO_SENDER = "the process that says that the kernel is loaded cannot be held, so it could not be stopped"
+NOT_AS_PROMISED = (
+    "the outputs are not what they were when the worker answered: work went on after the call had returned"
+)
+
+
+class WorkerHandle:
     """A worker and the arenas it shares with the oracle."""
 
     def __init__(self, role: str, channel: Channel) -> None:
         self.role, self.channel = role, channel
         self.arenas: Sequence[OracleArena] = ()
         self.previous: list[ReturnedTensor] = []
+        """Where earlier results lie that must not be touched."""
+        self.earlier = EarlierResults()
+        self.refused: tuple[str, ...] = ()
+        """Operators of the framework that the worker was refused, so it says."""
         self.pid: int | None = None
         self.stopper: Stopper | None = None
 
     def attach(self, arenas: Sequence[OracleArena], deadline_s: float) -> Attached:
         """Wait until the worker has loaded its kernel, then share the arenas with it."""
         self.arenas = arenas
-        answer = self._receive(Loaded, deadline_s, Code.TIMEOUT_LOAD)
-        self.channel.sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        started = time.monotonic()
+        self._recognise(deadline_s)
+        remaining_s = max(0.01, deadline_s - (time.monotonic() - started))
+        answer = self._receive(KernelLoaded, remaining_s, Code.TIMEOUT_LOAD)
+        if self.stopper is None:
+            raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=NO_SENDER), role=self.role)
         for arena in arenas:
             self._send(Map(arena=arena.arena), [arena.fd])
-            self._recognise(deadline_s)
             arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
         return Attached(containment=answer.containment, settings=answer.settings)
 
     def _recognise(self, deadline_s: float) -> None:
-        """Take hold of the process that answers: the system itself writes the sender's id beside the message."""
-        if self.stopper is not None:
-            return
+        """Take hold of the process that sends the first message: the system itself writes its id beside it."""
         self.channel.sock.settimeout(deadline_s)
         size = struct.calcsize("3i")
         with contextlib.suppress(OSError):
@@ -140,15 +159,15 @@ class Player:
             self.stopper.close()
             self.stopper = None
         with contextlib.suppress(ChannelClosed):
-            self.channel.send(Stop())
+            self.channel.send(StopWorker())
         self.channel.close()
         for arena in self.arenas:
             arena.close()
 
     def run(
         self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str],
-        flush: Callable[[], None] | None = None,
-    ) -> Outcome:  # fmt: skip
+        flush: Callable[[], None] | None = None, *, checking: bool = False,
+    ) -> RepetitionResult:  # fmt: skip
         """Run once on prepared memory and compare everything.
 
         The worker stands still from before the inputs are written until it is asked to run: flushing the caches takes
@@ -160,20 +179,26 @@ class Player:
         prepare(arena, slot, view, kind, defences)
         if flush is not None:
             flush()
-        sample, early, tensors = self._call(arena, arena_index, slot, deadline_s)
+        sample, early, tensors, as_promised = self._call(arena, arena_index, slot, deadline_s)
         reasons = list(self._integrity(arena, slot, view, tensors, defences))
+        self.earlier.add(arena_index, arena, slot, tensors, copied=self.role != "reference")
+        self.previous = self.earlier.tensors()
         if "verify" not in defences:
-            return Outcome(sample=sample, reasons=tuple(reasons))
+            return RepetitionResult(sample=sample, reasons=tuple(reasons))
         found, more = compare(arena, slot, view, kind, early)
+        if not as_promised:
+            more.insert(0, Reason(code=Code.LATE_WORK, message=NOT_AS_PROMISED))
         if more:
+            self.freeze(False)
             more = [*self._late_work(arena_index, slot, bool(tensors), deadline_s), *more]
-        return Outcome(sample=sample, checks=tuple(found), reasons=(*reasons, *more))
+        elif tensors and "alias_rules" in defences and (checking or not secrets.randbelow(ASKED_AGAIN)):
+            reasons += self._overwritten(arena_index, slot, deadline_s)
+        return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
 
-    def _call(
-        self, arena: OracleArena, arena_index: int, slot: int, deadline_s: float
-    ) -> tuple[Sample, dict[str, tuple[torch.Tensor, torch.Tensor]], tuple[ReturnedTensor, ...]]:
+    def _call(self, arena: OracleArena, arena_index: int, slot: int, deadline_s: float) -> CallOutcome:
         nonce = secrets.randbits(48)
-        request = Run(arena=arena_index, slot=slot, nonce=nonce)
+        request = RunKernel(arena=arena_index, slot=slot, nonce=nonce, forget=self.earlier.forget(arena))
+        self.previous = self.earlier.tensors()
         flat = {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
         positions = {name: torch.randint(flat[name].numel(), (EARLY_SAMPLES,)) for name in flat}
         waited = self._waited_ns()
@@ -182,16 +207,16 @@ class Player:
         self.freeze(False)
         returned = self._receive(Returned, deadline_s, Code.TIMEOUT_RUN, nonce)
         wall_ns = time.perf_counter_ns() - started
-        waited = self._waited_ns() - waited
         early = {name: (where, flat[name][where]) for name, where in positions.items()}
-        looked = time.perf_counter_ns()
-        done = self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
-        if done.tensors:
-            # What a reference returns is copied after its call. What a candidate returns is there by now, and whatever
-            # it still does belongs to the call: it may have been announced before the work was done.
-            copies = COPIES_ALLOWED if self.role == "reference" else 0
-            early = {} if copies else early
-            wall_ns += max(0, time.perf_counter_ns() - looked - copies * arena.copy_ns)
+        tensors, self.refused = returned.tensors, returned.refused
+        if tensors is None:
+            tensors, after_ns = self._copied_afterwards(deadline_s, nonce)
+            early = {}
+            wall_ns += max(0, after_ns - COPIES_ALLOWED * arena.copy_ns)
+        # Nothing is said to the oracle after a candidate's answer, so nothing may be done after it either: what every
+        # element of the outputs is compared with is what lay there when the last thread stopped.
+        self.freeze(True)
+        waited = self._waited_ns() - waited
         if not 0 < returned.elapsed_ns <= wall_ns:
             raise WorkerProblem(
                 Reason(
@@ -200,8 +225,37 @@ class Player:
                     evidence={"elapsed_ns": returned.elapsed_ns, "wall_ns": wall_ns},
                 )
             )
-        sample = Sample(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns, waited_ns=max(0, waited))
-        return sample, early, done.tensors
+        sample = TimedCall(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns, waited_ns=max(0, waited))
+        # A reference is copied after its answer, which so promises nothing.
+        as_promised = self.role == "reference" or returned.digest == arena.output_digest(slot, nonce)
+        return CallOutcome(sample, early, tensors, as_promised)
+
+    def _copied_afterwards(self, deadline_s: float, nonce: int) -> tuple[tuple[ReturnedTensor, ...], int]:
+        """What a reference returned, which is copied after its call, and for how long that was waited, in ns."""
+        if self.role != "reference":
+            message = "the worker says that it has yet to copy the outputs, which is a part of its call"
+            raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=message))
+        looked = time.perf_counter_ns()
+        done: OutputsReady = self._receive(OutputsReady, deadline_s, Code.TIMEOUT_RUN, nonce)
+        return done.tensors, time.perf_counter_ns() - looked
+
+    def _overwritten(self, arena_index: int, slot: int, deadline_s: float) -> list[Reason]:
+        """Have an earlier result copied once more: where it has changed, its buffer was used again.
+
+        Where a result lay is the worker's word; what it holds is seen.
+        """
+        arena, back = self.arenas[arena_index], self.earlier.any_of(arena_index)
+        if back is None or arena.arena.slots[slot].inout:
+            return []
+        nonce = secrets.randbits(48)
+        self.freeze(False)
+        self._send(Again(arena=arena_index, slot=slot, nonce=nonce, back=back))
+        self._receive(OutputsReady, deadline_s, Code.TIMEOUT_RUN, nonce)
+        changed = self.earlier.differing(back, arena.outputs(slot))
+        if not changed:
+            return []
+        message = f"output {', '.join(changed)} of an earlier call, which the caller may still use, has changed since"
+        return [Reason(code=Code.ALIASED_OUTPUT, message=message)]
 
     def _waited_ns(self) -> int:
         """For how long this process and the worker's have been ready to run so far, and had no processor."""
@@ -211,18 +265,21 @@ class Player:
         """Give a wrong output time to change: if it does, somebody is still writing."""
         outputs = self.arenas[arena_index].outputs(slot)
         before = {name: tensor.clone() for name, tensor in outputs.items()}
+        ends = time.monotonic() + SETTLE_MOST_S
         time.sleep(SETTLE_S)
+        while self.pid is not None and "R" in thread_states(self.pid) and time.monotonic() < ends:
+            time.sleep(SETTLE_S)
         if returned:
             nonce = secrets.randbits(48)
             self._send(Again(arena=arena_index, slot=slot, nonce=nonce))
-            self._receive(Done, deadline_s, Code.TIMEOUT_RUN, nonce)
+            self._receive(OutputsReady, deadline_s, Code.TIMEOUT_RUN, nonce)
         changed = [name for name, tensor in outputs.items() if not same_bits(before[name], tensor)]
         if not changed:
             return []
         message = f"output {', '.join(changed)} still changed after the call had returned"
         return [Reason(code=Code.LATE_WORK, message=message)]
 
-    def _send(self, message: Map | Run | MakeEvents | RunBlock | Again, fds: list[int] | None = None) -> None:
+    def _send(self, message: Map | RunKernel | MakeEvents | RunBlock | Again, fds: list[int] | None = None) -> None:
         try:
             self.channel.send(message, fds)
         except ChannelClosed as error:
@@ -241,7 +298,7 @@ class Player:
             raise WorkerProblem(gone=True) from error
         except BadFrame as error:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=f"not an answer of ours: {error}")) from error
-        if isinstance(message, LoadFailed | Failed):
+        if isinstance(message, LoadFailed | KernelFailed):
             if message.code not in WORKER_CODES:
                 forged = f"the worker claims {message.code}, which is not for it to say"
                 raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=forged))
@@ -272,7 +329,6 @@ class Player:
                 )
         if tensors and "alias_rules" in defences and (reason := self._aliases(arena, tensors)):
             reasons.append(reason)
-        self.previous = [*self.previous, *tensors][-2 * len(tensors) :] if tensors else []
         return reasons
 
     def _aliases(self, arena: OracleArena, tensors: tuple[ReturnedTensor, ...]) -> Reason | None:
@@ -290,79 +346,3 @@ class Player:
                 ):
                     return Reason(code=Code.ALIASED_OUTPUT, message=f"a returned output shares memory with {what}")
         return None
-
-
-def storage_extent(tensor: torch.Tensor) -> int:
-    """Elements from a tensor's first to past its last; arena tensors are dense, so this is their number."""
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's memory in order, as integers: few operations know 8-bit floats."""
-    return as_integers(tensor.as_strided((storage_extent(tensor),), (1,)))
-
-
-def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bitwise equality, NaN included."""
-    if left.element_size() == 1:
-        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
-    if torch.equal(left, right):
-        return True
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return bool(torch.equal(left.contiguous().view(integer), right.contiguous().view(integer)))
-
-
-def prepare(arena: OracleArena, slot: int, view: View, kind: int, defences: frozenset[str]) -> None:
-    """Poison the outputs and write the inputs; without poison, leave the right answer lying about as a heap would."""
-    outputs = arena.outputs(slot)
-    for item in arena.arena.slots[slot].outputs:
-        if "poison" in defences:
-            poison(item.spec, outputs[item.spec.name], kind)
-        else:
-            outputs[item.spec.name].copy_(view.problem.expected.outputs[item.spec.name])
-    # Last, because a thread of the candidate may be waiting for them.
-    for name, tensor in arena.inputs(slot).items():
-        tensor.copy_(view.inputs[name])
-
-
-def compare(
-    arena: OracleArena, slot: int, view: View, kind: int, early: dict[str, tuple[torch.Tensor, torch.Tensor]]
-) -> tuple[list[Check], list[Reason]]:
-    """Compare a slot's outputs with the oracle's, and with what they were the moment the call had returned."""
-    # A private copy: what is compared must not change between two looks at it.
-    outputs = {name: tensor.clone() for name, tensor in arena.outputs(slot).items()}
-    problem = view.problem
-    errors = problem.expected.errors(view.undo(dict(outputs)))
-    checks, reasons = [], []
-    for item in arena.arena.slots[slot].outputs:
-        name, error, bound = item.spec.name, errors[item.spec.name], problem.expected.bounds[item.spec.name]
-        passed = error <= bound
-        shown, allowed = min(error, LARGEST), min(bound, LARGEST)
-        checks.append(Check(regime=problem.regime, output=name, error=shown, bound=allowed, passed=passed))
-        if not passed:
-            reasons.append(
-                explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound)
-            )
-    for name, (where, seen) in early.items():
-        live = arena.outputs(slot)[name]
-        settled = flat_bits(live)[where]
-        if not same_bits(seen, settled):
-            message = f"output {name} still changed after the call had returned"
-            reasons.insert(0, Reason(code=Code.LATE_WORK, message=message))
-    return checks, reasons
-
-
-def explain(name: str, view: View, outputs: Tensors, poisoned: torch.Tensor, error: float, bound: float) -> Reason:
-    """Why an output is wrong, in one reason."""
-    regime = view.problem.regime
-    evidence: dict[str, float | int | str | bool] = {"regime": regime, "output": name}
-    evidence |= {"error": min(error, LARGEST), "bound": min(bound, LARGEST)}
-    if unwritten := int(poisoned.sum()):
-        evidence["unwritten_elements"] = unwritten
-        message = f"{unwritten} of {poisoned.numel()} elements of {name} were never written ({regime})"
-        return Reason(code=Code.UNWRITTEN, message=message, evidence=evidence)
-    if outputs[name].is_floating_point() and not bool(outputs[name].isfinite().all()) and error == float("inf"):
-        message = f"{name} has NaN or infinities where the oracle has none, or the other way round ({regime})"
-        return Reason(code=Code.NON_FINITE, message=message, evidence=evidence)
-    message = f"{name} is off by {error:.3g} rounding units, allowed are {bound:.3g} ({regime})"
-    return Reason(code=Code.MISMATCH, message=message, evidence=evidence)

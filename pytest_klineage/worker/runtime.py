@@ -10,43 +10,32 @@ import gc
 import os
 import signal
 import sys
-import sysconfig
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_klineage.channel import Channel
-from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
 from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
-from pytest_klineage.surfaces.base import Loaded as LoadedKernel
+from pytest_klineage.surfaces.base import LoadedKernel
+from pytest_klineage.worker.failures import bounded, describe
 from pytest_klineage.worker.host.calls import CallLoop, materialise_if_needed
 from pytest_klineage.worker.host.scheduling import MainThread
-from pytest_klineage.worker.sandbox import containment
+from pytest_klineage.worker.sandbox import containment, reading
 
 if TYPE_CHECKING:
     from pytest_klineage.worker.device.calls import DeviceClock
 
-MESSAGE_LIMIT = 4_000
 GPU_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_LIBRARY_PATH", "FLASHINFER_CUDA_ARCH_LIST", "MAX_JOBS",
 )  # fmt: skip
 """What a worker on a GPU keeps of the judge's environment, beside what every worker keeps."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES")
 """How many threads there are, and where OpenMP binds them."""
-REFERENCE_VARIABLES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR")
+REFERENCE_VARIABLES = (
+    "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TORCHINDUCTOR_CACHE_DIR", "FLAGGEMS_CACHE_DIR",
+)  # fmt: skip
 """Where a reference keeps what it has compiled. No candidate may write to these folders."""
-SYSTEM_PATHS = (
-    "/usr",
-    "/lib",
-    "/lib64",
-    "/bin",
-    "/sbin",
-    "/etc/ld.so.cache",
-    "/etc/localtime",
-    "/sys/devices/system/cpu",
-    "/proc/cpuinfo",
-)
 
 
 def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> None:
@@ -66,7 +55,7 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
         gc.freeze()
         containment_report = contain(job, active)
         kernel = load(job)
-        if job.sandbox and clock is None and not surface_needs_torch(job):
+        if job.sandbox and clock is None and not reading.needs_torch(job):
             containment_report += containment.freeze_code()
     except SurfaceFailure as failure:
         channel.send(LoadFailed(code=failure.code, message=bounded(failure.message)))
@@ -80,7 +69,7 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     main_thread.widen()
     gc.collect()
     gc.disable()
-    channel.send(Loaded(containment=tuple(containment_report), settings=settings(job)))
+    channel.send(KernelLoaded(containment=tuple(containment_report), settings=settings(job)))
     if clock is None:
         CallLoop(channel, kernel, after_first=main_thread.settle).serve()
     else:
@@ -143,28 +132,12 @@ def contain(job: Job, active: list[str]) -> list[str]:
     devices = [str(path) for path in Path("/dev").glob("nvidia*")] if on_gpu(job) else []
     # CUDA reserves more address space than any limit on it would leave room for.
     report = [*active, *containment.limit_resources(address_space=not on_gpu(job))]
-    report += containment.restrict_files(readable_paths(job), [job.workdir, *devices])
+    if reading.is_narrow(job):
+        reading.load_runtime(job)
+    report += containment.restrict_files(reading.readable_paths(job, on_gpu=on_gpu(job)), [job.workdir, *devices])
     report += containment.drop_capabilities()
     report += containment.filter_calls(allow_processes=job.allow_processes, allow_cores=not fewer_cores)
     return report
-
-
-def readable_paths(job: Job) -> list[str]:
-    """What an honest kernel may need to read. Native kernels see the system's libraries, never the framework's."""
-    paths = [*SYSTEM_PATHS, *job.read_paths]
-    if job.artifact:
-        artifact = Path(job.artifact)
-        paths.append(str(artifact if artifact.is_dir() else artifact.parent))
-    if on_gpu(job):
-        paths += ["/proc", "/sys", "/dev", *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
-    if surface_needs_torch(job) or on_gpu(job):
-        paths += [sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"], *(path for path in sys.path if path)]
-    return [path for path in paths if path]
-
-
-def surface_needs_torch(job: Job) -> bool:
-    """Whether this worker may use the framework's files."""
-    return job.surface == "reference" or surface_backend(job.surface).needs_torch
 
 
 def load(job: Job) -> LoadedKernel:
@@ -174,9 +147,11 @@ def load(job: Job) -> LoadedKernel:
 
         return ReferenceKernel(job)
     if job.refuse_framework:
-        from pytest_klineage.worker.sandbox.refusal import refuse_compute
+        from pytest_klineage.worker.sandbox.refusal import refuse_compute, refuse_copies
 
-        refuse_compute()
+        refuse_compute(unmasking=on_gpu(job))
+        if job.refuse_copies:
+            refuse_copies()
     return surface_backend(job.surface).load(Path(job.artifact), job.entry, job.module)
 
 
@@ -188,17 +163,3 @@ def settings(job: Job) -> dict[str, str]:
 
         report.update(reference_of(job.case).describe(job.case))
     return report
-
-
-def describe(error: BaseException) -> str:
-    """An exception as bounded text; an exception that cannot even be printed is described by its type."""
-    try:
-        lines = traceback.format_exception(error)
-        return bounded("".join(lines[-6:]))
-    except BaseException:  # process boundary: __str__ of a candidate's exception may raise anything
-        return f"{type(error).__name__} (its message cannot be printed)"
-
-
-def bounded(text: str) -> str:
-    """The end of a text: the last lines of a traceback are the ones that help."""
-    return text if len(text) <= MESSAGE_LIMIT else "..." + text[-MESSAGE_LIMIT:]

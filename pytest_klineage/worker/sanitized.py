@@ -19,10 +19,10 @@ from pytest_klineage.errors import HarnessError
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.records import DTYPES, Code, KernelCase, Placement, Signature, Slot, TensorSpec
-from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.worker.device import memory as device
-from pytest_klineage.worker.runtime import bounded, describe
+from pytest_klineage.worker.failures import bounded, describe
 from pytest_klineage.worker.sandbox import containment
 
 if TYPE_CHECKING:
@@ -60,13 +60,13 @@ def main(arguments: list[str]) -> int:
     job = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=Job)
     answer = attempt(job)
     Path(job.workdir, ANSWER).write_bytes(msgspec.json.encode(answer))
-    return 0 if isinstance(answer, Loaded) else 1
+    return 0 if isinstance(answer, KernelLoaded) else 1
 
 
-def attempt(job: Job) -> Loaded | LoadFailed:
+def attempt(job: Job) -> KernelLoaded | LoadFailed:
     """Load the kernel and call it; whatever goes wrong becomes an answer."""
     try:
-        return Loaded(containment=tuple(call_twice(job)))
+        return KernelLoaded(containment=tuple(call_twice(job)))
     except SurfaceFailure as failure:
         return LoadFailed(code=failure.code, message=bounded(failure.message))
     except HarnessError as error:
@@ -110,7 +110,7 @@ def host_inputs(case: KernelCase, signature: Signature) -> list[torch.Tensor]:
     import torch
 
     chosen = operator_of(case)
-    made = chosen.make_inputs(case, torch.Generator().manual_seed(SEED), chosen.regimes[0])
+    made = chosen.make_inputs(case, torch.Generator().manual_seed(SEED), chosen.input_distributions[0])
     return [
         torch.empty_strided(spec.shape, spec.strides, dtype=torch_dtype(spec.dtype)).copy_(made[spec.name])
         for spec in signature.inputs

@@ -10,32 +10,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import select
 import signal
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 from pytest_klineage.channel import Channel
-from pytest_klineage.records.messages import End, Ended, Job, Spawn, Spawned, ToTemplate
+from pytest_klineage.records.messages import Job
+from pytest_klineage.records.template_messages import End, Spawn, Spawned, ToTemplate, WorkerExit
+from pytest_klineage.worker.mappings import MappedRange, foreign_code, mappings_of
 from pytest_klineage.worker.sandbox import containment, refusal
 
-LIBRARY_NAMES = re.compile(
-    r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so",
-    re.I,
-)
-"""Shared libraries that do a kernel's work for it."""
 KILL_GRACE_S = 0.5
 KILL_LIMIT_S = 5.0
 
 
-class Keeper:
+class Keeper(NamedTuple):
     """What the template knows of one worker."""
 
-    def __init__(self, pid: int, status_fd: int, workdir: str) -> None:
-        self.pid, self.status_fd, self.workdir = pid, status_fd, workdir
+    pid: int
+    status_fd: int
+    job: Job
 
 
 class Template:
@@ -44,13 +42,14 @@ class Template:
     def __init__(self, channel: Channel, *, preload: str) -> None:
         self.channel = channel
         self.keepers: dict[int, Keeper] = {}
-        if preload == "torch":
+        if preload != "none":
             import torch
 
             # The first tensor initialises the allocator and the type system; a fork inherits them for nothing.
             torch.zeros(1)
-            refusal.prepare()
-        self.own_libraries = mapped_libraries(os.getpid(), os.devnull)
+        if preload == "refused":
+            refusal.refuse_compute()
+        self.own_mappings = mappings_of(os.getpid())
         gc.collect()
         gc.freeze()
 
@@ -70,6 +69,8 @@ class Template:
     def spawn(self, job: Job) -> int:
         """Fork a keeper and, below it, the worker. Returns the keeper's process id."""
         channel_fd, log_fd = self.channel.take_fd(), self.channel.take_fd()
+        if job.refuse_framework:
+            refusal.prepare(unmasking=job.platform != "cpu")
         namespaces = containment.CPU_NAMESPACES if job.platform == "cpu" else containment.gpu_namespaces()
         status_read, status_write = os.pipe()
         pid = os.fork()
@@ -79,16 +80,15 @@ class Template:
             keep(job, namespaces, channel_fd, log_fd, status_write)
         for fd in (channel_fd, log_fd, status_write):
             os.close(fd)
-        # A just-in-time compiler's own stubs lie in the private directory, and are no library's work.
-        self.keepers[pid] = Keeper(pid, status_read, os.devnull if job.allow_processes else job.workdir)
+        self.keepers[pid] = Keeper(pid, status_read, job)
         return pid
 
-    def end(self, request: End) -> Ended:
+    def end(self, request: End) -> WorkerExit:
         """End one worker with everything below it."""
         keeper = self.keepers.pop(request.worker, None)
         if keeper is None:
-            return Ended(killed=True)
-        libraries = sorted(descendant_libraries(keeper.pid, keeper.workdir) - self.own_libraries)
+            return WorkerExit(killed=True)
+        code = foreign_code(family_mappings(keeper.pid), self.own_mappings, keeper.job)
         status = read_status(keeper.status_fd, request.grace_s)
         killed = status is None
         if killed:
@@ -97,12 +97,13 @@ class Template:
             read_status(keeper.status_fd, KILL_GRACE_S)
         reap(keeper.pid)
         os.close(keeper.status_fd)
-        code = os.waitstatus_to_exitcode(status) if status is not None else None
-        return Ended(
-            exit_code=code if code is not None and code >= 0 else None,
-            signal=-code if code is not None and code < 0 else None,
+        how = os.waitstatus_to_exitcode(status) if status is not None else None
+        return WorkerExit(
+            exit_code=how if how is not None and how >= 0 else None,
+            signal=-how if how is not None and how < 0 else None,
             killed=killed,
-            libraries=tuple(libraries),
+            libraries=code.libraries,
+            generated_bytes=code.generated_bytes,
         )
 
 
@@ -170,6 +171,11 @@ def run_to_the_end(job: Job, channel_fd: int, log_fd: int, active: list[str]) ->
         os._exit(status)
 
 
+def family_mappings(pid: int) -> list[MappedRange]:
+    """What the descendants of a process have mapped."""
+    return [one for child in children(pid) for one in (*mappings_of(child), *family_mappings(child))]
+
+
 def wait_for(worker: int) -> int:
     """Wait status of the worker; adopted orphans that end meanwhile are reaped."""
     while True:
@@ -204,32 +210,6 @@ def children(pid: int) -> list[int]:
         return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
         return []
-
-
-def mapped_libraries(pid: int, workdir: str) -> set[str]:
-    """Names of the shared libraries of LIBRARY_NAMES that a process has mapped.
-
-    Code from a worker's own directory or from nameless memory counts under whatever name it goes: nobody else put it
-    there.
-    """
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    entries = [(line.split(maxsplit=5)[1], line.split(maxsplit=5)[-1]) for line in lines if "/" in line]
-    return {
-        Path(path).name
-        for rights, path in entries
-        if LIBRARY_NAMES.search(path) or ("x" in rights and path.startswith((f"{workdir}/", "/memfd:")))
-    }
-
-
-def descendant_libraries(pid: int, workdir: str) -> set[str]:
-    """Libraries mapped by a process's descendants."""
-    found: set[str] = set()
-    for child in children(pid):
-        found |= mapped_libraries(child, workdir) | descendant_libraries(child, workdir)
-    return found
 
 
 def read_status(fd: int, timeout_s: float) -> int | None:

@@ -28,8 +28,32 @@ BLAS = re.compile(
     re.I,
 )
 """Names without a C++ mangling by which a BLAS, a sparse one, an FFT or a DNN library computes."""
+VENDORED = re.compile(
+    r"^mkl_(?!serv_|set_|get_|verbose|progress|gf_)|^mklgdft|^(?:scipy_)?(?:LAPACKE_)?[sdcz]"
+    r"(?:(?:ge|gb|gg|gt|po|pb|pp|pt|sy|sp|sb|st|he|hb|hp|tr|tb|tp|tg|or|un|la)[a-z0-9]{2,5}|scal)(?:_?64)?_?$"
+    r"|^v[sd][a-z]|^vm[sdcz][a-z]|^nnp_(?!initialize|deinitialize)|__(?:avx\w*|fma3)$"
+    r"|^pytorch_qnnp_(?!initialize|deinitialize|delete)|^xnn_(?!initialize|deinitialize|delete)",
+    re.I,
+)
+"""The same by which LAPACK, the vector functions and inner parts of MKL, NNPACK, QNNPACK and XNNPACK compute.
+
+Sleef's functions take one register of values, as those of the C library take one value: they are left alone.
+"""
+EMBEDDED = re.compile(
+    r"_ZNK?(?:6fbgemm(?!\d+(?:fbgemm(?:Supported|Has|Is|Inst|Env|Get)|is|cpuinfo"
+    r"|(?:FloatTo|B?[Ff]loat16To)(?:B?[Ff]loat(?:16)?)))|6asmjit|7qnnpack|2ao6sparse|4dnnl"
+    r"|\d+Packed(?:Conv|Linear|Embedding)|4gloo\d+(?:sum|product|max|min)I)(?!\w*D[012]Ev$)"
+)
+"""Mangled functions of libraries that lie within the framework's. Destructors run as the process ends; copies
+to and from half precision call FBGEMM's casts."""
 KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
 """Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
+MOVING = re.compile(
+    r"_ZN2at(?:6native|25compositeexplicitautograd)(?:5copy_|8_to_copy|5clone|22copy_ignoring_overlaps)"
+    r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap)(?:_?64_?|_)?$"
+    r"|_ZN6fbgemm\d+(?:FloatTo|B?[Ff]loat16To)B?[Ff]loat(?:16)?"
+)
+"""Functions that copy and convert: left alone but where a definition does nothing else."""
 SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
 BACKEND = re.compile(r"^structured_|_(?:cpu|sparse|mkldnn|quantized|nested|kernel)|mkldnn|onednn")
 """Marks of a function for one kind of tensors, which is no wrapper around the dispatcher."""
@@ -49,7 +73,14 @@ class Operators(NamedTuple):
     """Those that move bytes, or are made of others throughout: these go through the dispatcher, and raise there."""
 
 
-class Library(NamedTuple):
+class Entries(NamedTuple):
+    """Addresses at which functions of a library begin."""
+
+    computing: tuple[int, ...]
+    moving: tuple[int, ...]
+
+
+class LoadedLibrary(NamedTuple):
     """A loaded library: where it lies in memory and in the file system."""
 
     path: str
@@ -58,7 +89,7 @@ class Library(NamedTuple):
     """Address ranges that can be executed."""
 
 
-def loaded_libraries() -> list[Library]:
+def loaded_libraries() -> list[LoadedLibrary]:
     """Libraries of LIBRARIES that this process has mapped."""
     starts: dict[str, int] = {}
     code: dict[str, list[tuple[int, int]]] = {}
@@ -70,7 +101,7 @@ def loaded_libraries() -> list[Library]:
         starts.setdefault(fields[5], first - int(fields[2], 16))
         if "x" in fields[1]:
             code.setdefault(fields[5], []).append((first, last))
-    return [Library(path, start, tuple(code.get(path, ()))) for path, start in starts.items()]
+    return [LoadedLibrary(path, start, tuple(code.get(path, ()))) for path, start in starts.items()]
 
 
 def functions(path: str) -> Iterator[tuple[str, int]]:
@@ -96,7 +127,8 @@ def computes(name: str, operators: Operators) -> bool:
         return operator_of(found[1], operators) not in operators.harmless
     found = KERNELS.match(name)
     if found is None:
-        return not name.startswith("_Z") and bool(BLAS.search(name))
+        named = EMBEDDED.match(name) if name.startswith("_Z") else BLAS.search(name) or VENDORED.search(name)
+        return named is not None
     word = found[3][: int(found[2])]
     known = operator_of(word, operators)
     if known in operators.harmless or (found[1] != "3cpu" and known in operators.composed and not BACKEND.search(word)):
@@ -106,7 +138,7 @@ def computes(name: str, operators: Operators) -> bool:
 
 def operator_of(word: str, operators: Operators) -> str:
     """The longest beginning of a function's name that is an operator's: add of add_sparse_out; empty for none."""
-    for prefix in ("structured_", "foreach_tensor_", "math_"):
+    for prefix in ("structured_", "ufunc_", "foreach_tensor_", "math_"):
         word = word.removeprefix(prefix)
     parts = word.split("_")
     for count in range(len(parts), 0, -1):
@@ -117,24 +149,36 @@ def operator_of(word: str, operators: Operators) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def places(operators: Operators) -> dict[Library, tuple[int, ...]]:
+def entry_addresses(operators: Operators) -> dict[LoadedLibrary, Entries]:
     """By library, the addresses to trap. A third of a second the first time: a template asks before it forks."""
     found = {}
     for library in loaded_libraries():
-        chosen = {value for name, value in functions(library.path) if computes(name, operators)}
-        inside = (library.start + value for value in chosen)
-        found[library] = tuple(a for a in inside if any(low <= a < high for low, high in library.code))
+        named = list(functions(library.path))
+        computing = {value for name, value in named if computes(name, operators)}
+        moving = {value for name, value in named if MOVING.match(name)}
+        found[library] = Entries(inside(library, computing), inside(library, moving))
     return found
 
 
-def set_traps(operators: Operators) -> int:
-    """Overwrite the beginnings of all functions that compute. Returns how many; 0 on an unknown machine."""
+def inside(library: LoadedLibrary, values: set[int]) -> tuple[int, ...]:
+    """The addresses of a library's functions that lie in its code."""
+    places = (library.start + value for value in values)
+    return tuple(place for place in places if any(low <= place < high for low, high in library.code))
+
+
+def set_traps(operators: Operators, *, moving: bool = False) -> int:
+    """Overwrite the beginnings of all functions that compute, or of those that only copy.
+
+    Returns how many; 0 on an unknown machine.
+    """
     trap = TRAPS.get(platform.machine())
     if trap is None:
         return 0
     written = 0
-    for library, addresses in places(operators).items():
-        with_write_access(library, functools.partial(overwrite, addresses, trap))
+    for library, entries in entry_addresses(operators).items():
+        addresses = entries.moving if moving else entries.computing
+        if addresses:
+            with_write_access(library, functools.partial(overwrite, addresses, trap))
         written += len(addresses)
     return written
 
@@ -145,7 +189,7 @@ def overwrite(addresses: tuple[int, ...], trap: bytes) -> None:
         ctypes.memmove(address, trap, len(trap))
 
 
-def with_write_access(library: Library, work: Callable[[], None]) -> None:
+def with_write_access(library: LoadedLibrary, work: Callable[[], None]) -> None:
     """Do something while a library's code can be written."""
     libc = ctypes.CDLL(None, use_errno=True)
     read_and_run = mmap.PROT_READ | mmap.PROT_EXEC

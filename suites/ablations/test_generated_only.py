@@ -11,14 +11,9 @@ test_roundtrip_recovery.py, which have the cards. A replay fails where a verdict
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from trials import (
     OPERATORS,
     Trial,
@@ -34,8 +29,8 @@ from trials import (
 
 from pytest_klineage import KlineageSession, UnknownName
 from pytest_klineage.lab.library.retrieval import CardIndex
-from pytest_klineage.lab.optimizers import disagreements
 from pytest_klineage.lab.optimizers.klineage import CARD_METHODS
+from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 
 NAME, WITH_CARDS = "generated_only", "roundtrip_recovery"
@@ -59,7 +54,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def table(klineage_session: KlineageSession) -> Iterator[None]:
-    """Makes the table anew from all trajectories, when a model was asked."""
+    """Makes the table again from all trajectories, when a model was asked."""
     yield
     if was_run(klineage_session) and (trials := recorded_in(klineage_session, NAME)):
         write_table(klineage_session, NAME, table_of(trials, recorded_in(klineage_session, WITH_CARDS)))
@@ -83,7 +78,7 @@ def test_generated_only(
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:
-    """The committed table follows from the committed trajectories; --publish makes it anew."""
+    """The committed table follows from the committed trajectories; --publish makes it again."""
     if was_run(klineage_session):
         pytest.skip("the table is being made")
     if not (trials := recorded_in(klineage_session, NAME)):
@@ -104,13 +99,13 @@ def table_of(trials: list[Trial], with_cards: list[Trial]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|"
     for method, operator in sorted({(trial.method, trial.operator) for trial in trials}):
         own = [trial for trial in trials if (trial.method, trial.operator) == (method, operator)]
-        best, rival = _best(own), _best([trial for trial in with_cards if trial.operator == operator])
+        best, other = _best(own), _best([trial for trial in with_cards if trial.operator == operator])
         share, time, slowdown = "no right kernel", "-", "-"
         if best is not None and best.best is not None:
             share = f"{best.best.estimate:.2f} [{best.best.low:.2f}, {best.best.high:.2f}]"
             time = f"{best.best_ms:.3f}"
-            if rival is not None and rival.best is not None:
-                slowdown = f"{rival.best.estimate / best.best.estimate:.2f}x"
+            if other is not None and other.best is not None:
+                slowdown = f"{other.best.estimate / best.best.estimate:.2f}x"
         cost = sum(trial.cost_usd for trial in own)
         right = sum(trial.best is not None for trial in own)
         yield f"| {method} | {operator} | {len(own)} | {right} | {time} | {share} | {slowdown} | {cost:.3f} |"

@@ -10,14 +10,9 @@ kernel again, and fails where a verdict is of another class than the recorded on
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from trials import (
     OPERATORS,
     RECOVERED,
@@ -33,7 +28,7 @@ from trials import (
 )
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 
 NAME = "roundtrip_recovery"
@@ -49,7 +44,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def table(klineage_session: KlineageSession) -> Iterator[None]:
-    """Makes the table anew from all trajectories, when a model was asked."""
+    """Makes the table again from all trajectories, when a model was asked."""
     yield
     if was_run(klineage_session) and (trials := recorded_in(klineage_session, NAME)):
         write_table(klineage_session, NAME, table_of(trials))
@@ -72,7 +67,7 @@ def test_roundtrip_recovery(
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:
-    """The committed table follows from the committed trajectories; --publish makes it anew."""
+    """The committed table follows from the committed trajectories; --publish makes it again."""
     if was_run(klineage_session):
         pytest.skip("the table is being made")
     if not (trials := recorded_in(klineage_session, NAME)):

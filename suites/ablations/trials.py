@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
+
+# Not with the others: it lies in the folder above.
+from judged_roots import judging_once, taking_known_root
 
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
 from pytest_klineage.executors.base import ExecutorGate
@@ -17,11 +19,11 @@ from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
-from pytest_klineage.lab.optimizers.instructions import cpu_features
-from pytest_klineage.lab.optimizers.klineage import CardMethod, card_method
-from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Told
-from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.optimizers.instructions import cpu_features, instructions_for, machine_text
+from pytest_klineage.lab.optimizers.klineage import CardMethod
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
+from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, Screen, optimize
+from pytest_klineage.lab.optimizers.task import StepProgress, Task
 from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.records import (
     Begun,
@@ -35,11 +37,8 @@ from pytest_klineage.records import (
     from_json,
     to_json,
 )
+from pytest_klineage.results.packed import line_files
 from pytest_klineage.results.runs import Record
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# Not with the others: it lies in the folder above.
-from judged_roots import judging_once, taking_known_root  # isort: skip
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -112,7 +111,7 @@ def library(config: pytest.Config, models: Models) -> CardIndex:
 
 
 def was_run(session: KlineageSession) -> bool:
-    """Whether a model was asked, so that tables are to be made anew."""
+    """Whether a model was asked, so that tables are to be made again."""
     return model_settings(session.config).get("llm", "none") not in ("none", "replay")
 
 
@@ -125,7 +124,7 @@ def recorded_in(session: KlineageSession, name: str) -> list[Trial]:
 def run_trial(
     name: str, method: str, operator: str, session: KlineageSession, models: Models, index: CardIndex,
     request: pytest.FixtureRequest,
-) -> Outcome:  # fmt: skip
+) -> OptimizationResult:  # fmt: skip
     """Run, resume or replay the trial of that name. The test is skipped without a model, or without a recording."""
     if models.backend == "none":
         pytest.skip(f"{NEEDS}; {name} {'is recorded' if models.is_recorded(name) else 'is not recorded'}")
@@ -135,19 +134,23 @@ def run_trial(
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     expert, case = expert_of(session.platform, operator), case_of(session.platform, operator)
     config = request.config
-    steps = int(_recorded(models, name).get("steps", config.getoption("--steps") or STEPS))
+    begun = _recorded(models, name)
+    steps = int(begun.get("steps", config.getoption("--steps") or STEPS))
+    screens = begun.get("screen") == "yes" if begun else models.screens
     features = cpu_features() if session.platform == "cpu" else ()
-    chosen = card_method(
+    chosen = CardMethod(
         method, index, k=config.getoption("--cards"), capabilities=features, goal=GOAL.format(share=RECOVERED),
         max_steps=steps,
     )  # fmt: skip
     task = _task(expert, case, session, features)
-    opened = models.session(name, settings=_settings(name, chosen, task, steps))
+    settings = _settings(name, chosen, task, steps) | ({"screen": "yes"} if screens else {})
+    opened = models.session(name, settings=settings)
     judge = _judge(name, session, models, expert, task, request)
     try:
         return optimize(
-            task, chosen, opened, judge, max_steps=steps, target_speedup=RECOVERED, on_step=telling(session, name)
-        )
+            task, chosen, opened, judge, max_steps=steps, target_speedup=RECOVERED, on_step=telling(session, name),
+            screen=screening(session.gate, expert.source("expert")) if screens and not models.is_replay else None,
+        )  # fmt: skip
     finally:
         models.close()
 
@@ -192,6 +195,15 @@ def judging(
     return judge
 
 
+def screening(gate: Gate | ExecutorGate, expert: KernelSource) -> Screen:
+    """A judge that screens against the expert. What it says is in the trajectory only."""
+
+    def screen(case: KernelCase, source: KernelSource, best: float) -> Verdict:
+        return gate.judge(case, source, reference_source=expert, screen_against=best)
+
+    return screen
+
+
 def verdicts_path(session: KlineageSession, name: str) -> Path:
     """Where the verdicts of a trial's ablation are kept, with their samples."""
     return session.settings.results / "ablations" / f"{name.partition('/')[0]}.jsonl"
@@ -199,7 +211,7 @@ def verdicts_path(session: KlineageSession, name: str) -> Path:
 
 def trials_in(folder: Path) -> list[Trial]:
     """All trials whose trajectories lie below a folder, by method, operator and number."""
-    found = [_trial(path) for path in sorted(folder.rglob("*.jsonl"))]
+    found = [_trial(path) for path in line_files(folder)]
     return sorted(found, key=lambda trial: (trial.method, trial.operator, trial.number))
 
 
@@ -289,9 +301,9 @@ def _events(path: Path) -> list[Event]:
 def _trial(path: Path) -> Trial:
     events = _events(path)
     begun = next(event for event in events if isinstance(event, Begun))
-    told = [from_json(event.text, Told).verdict for event in events
+    verdicts = [from_json(event.text, VerdictMessage).verdict for event in events
             if isinstance(event, Noted) and event.topic == VERDICT_TOPIC]  # fmt: skip
-    scored = [verdict for verdict in told if verdict.scored and verdict.timing is not None]
+    scored = [verdict for verdict in verdicts if verdict.scored and verdict.timing is not None]
     # By the lower end of the interval: of many estimates the highest would be the luckiest.
     best = max(scored, key=lambda verdict: verdict.timing.speedup.low if verdict.timing else 0.0, default=None)
     timing = best.timing if best is not None else None
@@ -306,7 +318,7 @@ def _trial(path: Path) -> Trial:
         best_ms=timing.candidate_ms if timing is not None else None,
         expert_ms=timing.reference_ms if timing is not None else None,
         steps=len(steps) + len(malformed),
-        right=sum(event.speedup is not None for event in steps),
+        right=sum(event.speedup is not None or event.screened for event in steps),
         cost_usd=charged_usd(events),
         stopped=next((event.reason for event in reversed(events) if isinstance(event, Stopped)), "not ended"),
         model=begun.model,

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-# Not after the package's imports: it lies beside this file.
-from shelf import begun_of, verified_lineages  # isort: skip
+from fixtures import begun_of
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.lab.induction.admit import Compare
-from pytest_klineage.lab.induction.lift_groups import grouped, sites_of
+from pytest_klineage.lab.induction.admit_targets import Shapes
+from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.induction.verdicts import GateJudge, judged_in_peace
 from pytest_klineage.lab.library.lineages import StoredLineage
-from pytest_klineage.lab.llm import Session
 from pytest_klineage.lab.llm.replay import ReplayBackend
+from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.making import read_shapes, verified_lineages
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
@@ -39,8 +36,8 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     """Before groups are lifted: the steps that make no card, and why."""
     if not any(item.path.name == "test_lift.py" for item in items):
         return []
-    _, left = grouped(sites_of(verified_lineages(config.getoption("--admission-experts"))))
-    return [f"makes no card: {each.site.place}: {each.reason}" for each in left]
+    _, left = grouped(timed_sites(verified_lineages(config.getoption("--admission-experts"))))
+    return [f"makes no card: {each.site.position}: {each.reason}" for each in left]
 
 
 @pytest.fixture(scope="session")
@@ -57,11 +54,9 @@ def lineages(pytestconfig: pytest.Config) -> list[StoredLineage]:
 
 
 @pytest.fixture(scope="session")
-def shapes(klineage_session: KlineageSession, pytestconfig: pytest.Config) -> dict[str, list[tuple[int, ...]]]:
+def shapes(klineage_session: KlineageSession, pytestconfig: pytest.Config) -> Shapes:
     """Shapes to try cards at on this platform, by operator."""
-    table = tomllib.loads(pytestconfig.getoption("--admission-targets").read_text())
-    found = table.get(klineage_session.platform, {})
-    return {name: [tuple(shape) for shape in own] for name, own in found.items()}
+    return read_shapes(pytestconfig.getoption("--admission-targets"), klineage_session.platform)
 
 
 @pytest.fixture(scope="session")

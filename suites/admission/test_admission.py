@@ -6,36 +6,29 @@ Without a language model what is committed is validated again; with one, candida
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-# Not after the package's imports: it lies beside this file.
-from shelf import begun_of  # isort: skip
+from fixtures import begun_of
 
 from pytest_klineage.errors import KlineageError, Waiting
 from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.gate import Gate
-from pytest_klineage.lab.induction.admit import REPAIRS, Compare, problem_with, roundtrip
-from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
-from pytest_klineage.lab.induction.admit_targets import Shapes, Target, targets_for
-from pytest_klineage.lab.induction.verdicts import VerdictFile
-from pytest_klineage.lab.library.cards import card_folders, read_card, with_trials, write_card
+from pytest_klineage.lab.induction.admit import REPAIRS, Compare, roundtrip
+from pytest_klineage.lab.induction.admit_store import read_trial, trial_folders
+from pytest_klineage.lab.induction.admit_targets import Shapes
+from pytest_klineage.lab.library.cards import card_folders, read_card, readable_cards
 from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.library.lint import lint_folder
 from pytest_klineage.lab.library.rendering import speedup_text
-from pytest_klineage.lab.llm import Session
-from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.making import admit_card, open_targets
 from pytest_klineage.lab.optimizers.instructions import machine_text
+from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
-from pytest_klineage.records import CardStatus, KernelCase, KernelSource, SkillCard, TrialOutcome, Verdict
-
-MAX_TARGETS = 2
-"""New targets that a run tries a card on before it gives up."""
+from pytest_klineage.records import CardStatus, TrialOutcome
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -49,10 +42,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("stored", trials, ids=ids)
 
 
-def test_card_is_whole(folder: Path, lineages: list[StoredLineage], needs: Callable[[str], None]) -> None:
-    """Fields, evidence in the committed lineages, SKILL.md, and a stored trial behind every success."""
+def test_card_is_whole(folder: Path, skills: Path, lineages: list[StoredLineage], needs: Callable[[str], None]) -> None:
+    """Fields, evidence in the committed lineages, SKILL.md, no other card again, a stored trial behind each success."""
     needs("none")
-    found = lint_folder(folder, {stored.lineage.name: stored.lineage for stored in lineages})
+    found = lint_folder(folder, {stored.lineage.name: stored.lineage for stored in lineages}, readable_cards(skills))
     errors = [f"{finding.rule.value}: {finding.message}" for finding in found if not finding.warning]
     assert not errors
     kept = [read_trial(trial).record.trial for trial in trial_folders(folder)]
@@ -88,34 +81,23 @@ def test_admit(
 ) -> None:  # fmt: skip
     """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
     needs("model")
-    card = read_card(folder)
-    if card.status is not CardStatus.CANDIDATE:
-        pytest.skip(card.status.value)
-    done = tried([read_trial(path) for path in trial_folders(folder)])
-    targets = [
-        target for target in targets_for(card, lineages, shapes)
-        if target.name not in done and target.platform == trial_gate.platform
-    ]  # fmt: skip
+    if (status := read_card(folder).status) is not CardStatus.CANDIDATE:
+        pytest.skip(status.value)
+    targets = open_targets(folder, lineages, shapes, trial_gate.platform)
     if not targets:
         pytest.fail("no target is left to try it on; add shapes to targets.toml", pytrace=False)
     machine = machine_text(trial_gate.machine(), threads=trial_gate.settings.threads)
-    told: list[str] = []
-    for target in targets:
-        if len(told) == MAX_TARGETS:
-            break
-        try:
-            if problem := problem_with(target, carefully):
-                say(f"{card.name}: {problem}")
-                continue
-            told.append(attempt(folder, card, target, klineage_models, carefully, machine))
-        except Waiting:
-            raise
-        except KlineageError as error:
-            pytest.fail(f"{card.name}: {error}", pytrace=False)
-        say(f"{card.name}: {told[-1]}")
-        if read_card(folder).status is CardStatus.ADMITTED:
-            return
-    pytest.fail(f"{card.name} is not admitted:\n" + "\n".join(told or ["no target is of any use"]), pytrace=False)
+    try:
+        attempts = admit_card(
+            folder, targets, lineages, klineage_models, carefully, machine, lambda line: say(f"{folder.name}: {line}")
+        )
+    except Waiting:
+        raise
+    except KlineageError as error:
+        pytest.fail(f"{folder.name}: {error}", pytrace=False)
+    if read_card(folder).status is not CardStatus.ADMITTED:
+        said = "\n".join(attempts or ["no target is of any use"])
+        pytest.fail(f"{folder.name} is not admitted:\n{said}", pytrace=False)
 
 
 def test_replayed_trial(
@@ -139,25 +121,3 @@ def test_replayed_trial(
     assert again.trial is not None, again.message
     assert (again.trial.outcome, again.trial.source_digest) == (recorded.outcome, recorded.source_digest)
     assert not (other := disagreements(again.rejudged)), other
-
-
-def attempt(
-    folder: Path, card: SkillCard, target: Target, models: Models, compare: Compare, machine: str
-) -> str:  # fmt: skip
-    """One trial: told, stored, and written into the card's log. Returns how it ended."""
-    name = f"admission/{card.name}/{target.name}"
-    session = models.session(name, settings={"card": card.name, "target": target.name, "repairs": str(REPAIRS)})
-    verdicts = VerdictFile(models.path(name).with_suffix(".verdicts.jsonl"))
-
-    def judged(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
-        verdict = compare(case, source, against)
-        verdicts.append(verdict)
-        return verdict
-
-    done = roundtrip(card, target, session, judged, machine=machine)
-    session.close()
-    if done.trial is None:
-        return f"{done.message}; go on with --klineage-resume={name}"
-    save_trial(folder, card.name, done, trajectory=session.trajectory.path, verdicts=verdicts.path)
-    write_card(folder.parent, with_trials(read_card(folder), [done.trial]))
-    return f"{done.message} (${done.spent_usd:.2f})"

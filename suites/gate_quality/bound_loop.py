@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from pytest_klineage.operators import DEFAULT_REGIME, operator, paper_case
+from pytest_klineage.operators import DEFAULT_DISTRIBUTION, operator, paper_case
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references import reference
 from pytest_klineage.surfaces.native import NativeKernel
@@ -32,7 +32,7 @@ def filled(case: KernelCase) -> SharedArena:
     """Arguments of the case with random inputs."""
     chosen = operator(case.operator)
     arena = SharedArena(chosen.signature(case))
-    made = chosen.make_inputs(case, torch.Generator().manual_seed(1), DEFAULT_REGIME)
+    made = chosen.make_inputs(case, torch.Generator().manual_seed(1), DEFAULT_DISTRIBUTION)
     for name, tensor in arena.inputs(0).items():
         tensor.copy_(made[name])
     return arena

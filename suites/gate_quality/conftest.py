@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,21 @@ import pytest
 from pytest_klineage.gate.host.cpu import processor_name, usable_cores
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import KernelSource
+from pytest_klineage.results.packed import packed
 
 ROOT = Path(__file__).resolve().parents[2]
+MOST_PLAIN = 2**18
+"""Bytes of raw records above which they are compressed."""
 
 Publish = Callable[[str, str, list[msgspec.Struct]], None]
+
+
+def write_lines(path: Path, data: bytes) -> None:
+    """The raw records, compressed where they are many; a file of the other form goes."""
+    many = len(data) > MOST_PLAIN
+    target, other = (packed(path), path) if many else (path, packed(path))
+    target.write_bytes(gzip.compress(data, mtime=0) if many else data)
+    other.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -47,7 +59,7 @@ def publish(request: pytest.FixtureRequest) -> Publish:
         folder = base / "gate_quality"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.md").write_text(table.rstrip() + "\n")
-        (folder / f"{name}.jsonl").write_bytes(b"".join(msgspec.json.encode(record) + b"\n" for record in records))
+        write_lines(folder / f"{name}.jsonl", b"".join(msgspec.json.encode(record) + b"\n" for record in records))
         reporter.write_line("")
         for line in table.splitlines():
             reporter.write_line(line)

@@ -7,12 +7,13 @@ that judgement says that the speed has changed, the next judgement of the same t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import msgspec
 
-from pytest_klineage.gate.timing.statistics import median, paired_interval
+from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.records import Code, Interval, KernelSource, SourceFile, Verdict
-from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
 from pytest_klineage.report.compare import compare_base, confirmed
 
 UNCHANGED = 0.0
@@ -110,7 +111,7 @@ def trial(first: Verdict, second: Verdict, margin: float) -> Comparison:
 def count(comparisons: Sequence[Comparison]) -> Found:
     """What some trials came to."""
     return Found(
-        trials=len(comparisons), slower=sum(item.outcome is Outcome.SLOWER for item in comparisons),
+        trials=len(comparisons), slower=sum(item.outcome is ComparisonOutcome.SLOWER for item in comparisons),
         changed=sum(item.outcome.change for item in comparisons),
     )  # fmt: skip
 

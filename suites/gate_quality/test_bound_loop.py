@@ -12,13 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import msgspec
 
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.gate.host.threads import binding_here
 from pytest_klineage.gate.settings import default_cache_dir
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, KernelSource, Machine, speedup
 

@@ -1,33 +1,30 @@
 """A/A on a GPU: the same kernel on both sides of the gate, operator by operator; the CPU's table and claims.
 
 pytest suites/gate_quality/test_gpu_a_a.py --platform sm90 -k gemm      one operator; the others' rows are kept
-pytest suites/gate_quality/test_gpu_a_a.py --platform sm90 --reuse FILE      the table anew from trials of several GPUs
+pytest suites/gate_quality/test_gpu_a_a.py --platform sm90 --reuse FILE      the table again from trials of several GPUs
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from on_gpu import OPERATORS, first_right, gpu_platform, kept_rows, results_file, with_library
 from test_a_a import MARGIN, Trial, intervals, table_of, trial_of
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.gate.timing.statistics import Standing, median, standing
+from pytest_klineage.gate.timing.statistics import Standing, standing
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource
 
 TRIALS = 30
 TIME_LIMIT_S = 10.0
-"""Of the pairs of one trial and of starting both sides anew; most are precise enough before."""
+"""Of the pairs of one trial and of starting both sides again; most are precise enough before."""
 BUDGET_S = 420.0
 """Of one operator; what has been measured by then is what is published."""
 LONG_MS = 0.1

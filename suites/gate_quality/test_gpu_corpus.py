@@ -21,9 +21,6 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from on_gpu import ROOT, gpu_platform, kept_rows, results_file
 
 from pytest_klineage import KlineageSession

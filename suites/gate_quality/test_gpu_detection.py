@@ -9,16 +9,12 @@ pytest suites/gate_quality/test_gpu_detection.py --publish --reuse results/runs/
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from detection import (
     UNCHANGED,
     Judged,

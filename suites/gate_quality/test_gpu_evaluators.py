@@ -4,7 +4,8 @@ pytest suites/gate_quality/test_gpu_evaluators.py --platform sm90              a
 pytest suites/gate_quality/test_gpu_evaluators.py --platform sm90 -k gate      one; the others' rows are kept
 
 flashinfer-bench judges itself where it is installed (pip install flashinfer-bench==0.1.2). KernelBench is no package:
-its algorithm, and a later one of flashinfer-bench, are in evaluators/, written anew from descriptions. Nothing is built
+its algorithm, and a later one of flashinfer-bench, are in evaluators/, written again from descriptions. Nothing is
+built
 while the time runs: the kernel that all of them judge is built before.
 """
 
@@ -12,17 +13,13 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 from typing import NamedTuple, TypeVar
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from evaluators.gpu import alone, device_name, process_on
 from evaluators.problem import Judged, Request
 from on_gpu import gpu_platform, kept_rows, machine_of, results_file, sources
@@ -31,7 +28,6 @@ from pytest_klineage import KlineageSession
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.gate.stages.build import build_kernel
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource, Surface, Verdict
 

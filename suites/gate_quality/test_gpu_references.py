@@ -13,16 +13,11 @@ pytest suites/gate_quality/test_gpu_references.py --platform sm90 -k "gemm and n
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from evaluators.gpu import alone, process_on
 from evaluators.process import ProcessEnded
 from on_gpu import first_right, gpu_platform, kept_rows, machine_of, results_file, with_library

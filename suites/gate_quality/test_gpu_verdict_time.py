@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from statistics import median
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from on_gpu import gpu_platform, machine_of, sources
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Surface
 

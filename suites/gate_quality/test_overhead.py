@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from statistics import median
 
 import msgspec
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Machine
 

@@ -11,24 +11,25 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Verdict
-from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
 from pytest_klineage.report.compare import compare, confirmed
 from pytest_klineage.results.baselines import pins_of
+from pytest_klineage.results.packed import read_packed
 
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 RUNS = 23
 """Of each operator: twenty comparisons, each of two that are pinned, one of today and one to confirm it."""
 MARGIN = 0.03
 TIME_LIMIT_S = 5.0
-"""Half of the default: both sides are started anew several times, and a suite of five ends within a minute."""
+"""Half of the default: both sides are restarted several times, and a suite of five ends within a minute."""
 SLOWER_BY = (0.05, 0.1, 0.2)
 
 
@@ -72,7 +73,9 @@ def slowed(verdict: Verdict, by: float) -> Verdict:
 
 def noticed(trials: list[Trial]) -> list[int]:
     """How many comparisons would say slower, had the kernel taken longer by each of SLOWER_BY."""
-    return [sum(item.outcome is Outcome.SLOWER for item in neighbours(trials, slower_by=by)) for by in SLOWER_BY]
+    return [
+        sum(item.outcome is ComparisonOutcome.SLOWER for item in neighbours(trials, slower_by=by)) for by in SLOWER_BY
+    ]
 
 
 def table_of(trials: list[Trial]) -> str:
@@ -93,10 +96,15 @@ def table_of(trials: list[Trial]) -> str:
         seen = Counter(item.outcome for item in found)
         widths = [item.ratio.half_width for item in found if item.ratio is not None]
         cells = (
-            name, len(found), sum(item.outcome.change for item in found), seen[Outcome.SAME], seen[Outcome.UNCLEAR],
-            f"{100 * median(widths):.1f} %", *late[name],
+            name,
+            len(found),
+            sum(item.outcome.change for item in found),
+            seen[ComparisonOutcome.SAME],
+            seen[ComparisonOutcome.UNCLEAR],
+            f"{100 * median(widths):.1f} %",
+            *late[name],
             f"{sum(item.outcome.change for item in far[name])} of {len(far[name])}",
-        )  # fmt: skip
+        )
         lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines)
 
@@ -111,7 +119,7 @@ def report_of(trials: list[Trial]) -> str:
         f"are a pin, the next is compared with it, margin {100 * MARGIN:g} %, 99 % intervals over the samples of both; "
         "a change that it finds is confirmed by the run after it, or `unclear`. A false alarm is `slower` or `faster`. "
         "What would be found is the same comparisons with the kernel's times made longer.\n\n"
-        f"{table_of(trials)}\n\nRaw verdicts: `pr_gate.jsonl`."
+        f"{table_of(trials)}\n\nRaw verdicts: `pr_gate.jsonl.gz`."
     )
 
 
@@ -144,7 +152,7 @@ def test_unchanged_kernels_raise_no_alarm(
     """None of 100 comparisons is called slower."""
     reuse = request.config.getoption("--reuse")
     if reuse and Path(reuse).name == "pr_gate.jsonl":
-        trials = [msgspec.json.decode(line, type=Trial) for line in Path(reuse).read_bytes().splitlines()]
+        trials = [msgspec.json.decode(line, type=Trial) for line in read_packed(Path(reuse)).splitlines()]
         publish("pr_gate", report_of(trials), list(trials))
     elif reuse:
         pytest.skip(f"{reuse} is of another measurement")
@@ -154,4 +162,4 @@ def test_unchanged_kernels_raise_no_alarm(
         item for name in OPERATORS for item in neighbours([trial for trial in trials if trial.operator == name])
     ]  # fmt: skip
     assert len(found) == len(OPERATORS) * (RUNS - 3)
-    assert not [item for item in found if item.outcome is Outcome.SLOWER]
+    assert not [item for item in found if item.outcome is ComparisonOutcome.SLOWER]

@@ -17,9 +17,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_klineage.lab.external.evaluating import Target, Telling
+from pytest_klineage.lab.external.evaluating import EvaluationTarget
 from pytest_klineage.lab.external.proxy import Upstream
-from pytest_klineage.lab.external.runner import Limits, Run, Setup, run_optimizer
+from pytest_klineage.lab.external.runner import ExternalRun, Limits, Setup, run_optimizer
 from pytest_klineage.lab.external.wire import ProxySettings
 from pytest_klineage.lab.llm.prices import Prices
 from pytest_klineage.operators import make_case
@@ -129,19 +129,23 @@ def measure(direct: str, output: Path) -> None:
     output.write_bytes(msgspec.json.encode(found))
 
 
-def proxied(url: str, folder: Path) -> Run:
+def proxied(url: str, folder: Path) -> ExternalRun:
     """A run whose only use is its proxy."""
     setup = Setup(
-        name="overhead", method="overhead", proxy=ProxySettings(model=MODEL), limits=Limits(budget_usd=1.0),
-        target=Target(case=make_case("gemm", (4, 4, 4), "fp32", "torch"), platform="cpu", surface=Surface.CPP),
+        name="overhead",
+        method="overhead",
+        proxy=ProxySettings(model=MODEL),
+        limits=Limits(budget_usd=1.0),
+        target=EvaluationTarget(
+            case=make_case("gemm", (4, 4, 4), "fp32", "torch"), platform="cpu", surface=Surface.CPP
+        ),
         upstreams={"anthropic": Upstream(base_url=url), "openai": Upstream(base_url=f"{url}/v1")},
-    )  # fmt: skip
+    )
 
     def judge(case: Any, source: Any) -> Any:
         raise NotImplementedError("nothing is judged here")
 
-    telling = Telling(feedback=str, abridged=lambda verdict: verdict)
-    return Run(setup, judge, telling, Prices.load(), folder / "overhead.jsonl")
+    return ExternalRun(setup, judge, Prices.load(), folder / "overhead.jsonl")
 
 
 def called(client: Any, url: str, key: str, kind: str) -> float:

@@ -1,4 +1,4 @@
-"""How long it takes to make every table, figure and page anew from what is committed, without PyTorch."""
+"""How long it takes to make every table, figure and page again from what is committed, without PyTorch."""
 
 from __future__ import annotations
 

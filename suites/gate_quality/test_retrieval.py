@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex, Target
+from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex, RetrievalTarget
 from pytest_klineage.records import (
     CardScope,
     CardStatus,
@@ -78,10 +78,10 @@ def synthetic_card(number: int, random_source: random.Random) -> SkillCard:
     )
 
 
-def synthetic_target(random_source: random.Random) -> Target:
+def synthetic_target(random_source: random.Random) -> RetrievalTarget:
     at = synthetic_context(random_source)
     case = KernelCase(operator=at.operator, shape=at.shape, dtype=at.dtype, reference="torch")
-    return Target(case=case, surface=at.surface, platform=at.platform, done=frozenset(at.prior))
+    return RetrievalTarget(case=case, surface=at.surface, platform=at.platform, done=frozenset(at.prior))
 
 
 def milliseconds_of(call: Callable[[], object]) -> float:

@@ -13,7 +13,7 @@ import msgspec
 from evaluators.process import serve
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.operators import DEFAULT_REGIME, operator_of
+from pytest_klineage.operators import DEFAULT_DISTRIBUTION, operator_of
 from pytest_klineage.records import KernelCase
 from pytest_klineage.references import Variant, reference
 from pytest_klineage.worker.reference_kernel import TRIAL_SEED, prepared_on_gpu, trial_of
@@ -21,7 +21,7 @@ from pytest_klineage.worker.reference_kernel import TRIAL_SEED, prepared_on_gpu,
 if TYPE_CHECKING:
     import torch
 
-    from pytest_klineage.references import Trial
+    from pytest_klineage.references import TrialTensors
     from pytest_klineage.references.base import Call
 
 WARMUP_MS, REP_MS = 25, 100
@@ -57,7 +57,7 @@ class DoBenched(msgspec.Struct, frozen=True, kw_only=True):
         return statistics.median(self.others_ms) if self.others_ms else None
 
 
-def timed(call: Call, trial: Trial, do_bench: Any) -> list[float]:
+def timed(call: Call, trial: TrialTensors, do_bench: Any) -> list[float]:
     """Milliseconds of every call, on inputs in the library's own convention, converted before."""
     inputs, outputs = trial.inputs, trial.outputs
     if isinstance(call, Variant):
@@ -72,7 +72,7 @@ def timed(call: Call, trial: Trial, do_bench: Any) -> list[float]:
 
 
 def times_of_others(
-    call: Call, case: KernelCase, trial: Trial, do_bench: Any, stream: torch.cuda.Stream | None
+    call: Call, case: KernelCase, trial: TrialTensors, do_bench: Any, stream: torch.cuda.Stream | None
 ) -> tuple[float, ...]:
     """The median of each of some other inputs, on the stream: do_bench fills, calls and records on the current one."""
     import torch
@@ -88,12 +88,12 @@ def times_of_others(
     return tuple(medians)
 
 
-def refill(trial: Trial, case: KernelCase, seed: int) -> None:
+def refill(trial: TrialTensors, case: KernelCase, seed: int) -> None:
     """Overwrite the inputs with those of another seed, made as `trial_of` makes its own; there is one set at a time."""
     import torch
 
     random = torch.Generator(trial.device).manual_seed(seed)
-    made = operator_of(case).make_inputs(case, random, DEFAULT_REGIME)
+    made = operator_of(case).make_inputs(case, random, DEFAULT_DISTRIBUTION)
     for name, tensor in trial.inputs.items():
         tensor.copy_(made[name])
 

@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, paper_case
 from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.lineages import HAND_MADE, StoredLineage, load_lineage
 from pytest_klineage.records import INSTRUCTIONS, Interval, KernelSource, Verdict
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,8 @@ class Kernel(NamedTuple):
     """One kernel of a chain, and whom it is compared with."""
 
     expert: Expert
+    lineage: StoredLineage
+    """The expert's own, hand-made."""
     place: int
     """In the chain; the naive kernel's is 0."""
     name: str
@@ -53,12 +56,11 @@ class Kernel(NamedTuple):
     @property
     def adds(self) -> str:
         """The optimization that it adds to the kernel before it."""
-        return self.expert.stages[self.place].adds.partition(":")[0]
+        return self.lineage.lineage.transitions[self.place - 1].category.value if self.place else NAIVE
 
     def source(self) -> KernelSource:
-        """Its files; stages that are variants as well bear the variant's name."""
-        variants = self.expert.variants
-        return self.expert.source(self.name) if self.name in variants else self.expert.stage_source(self.name)
+        """Its files; states that are variants as well bear the variant's name."""
+        return self.expert.source(self.name) if self.name in self.expert.variants else self.lineage.sources[self.place]
 
     def case(self) -> KernelCase:
         """The paper's case, with what the kernel must reach."""
@@ -94,10 +96,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 def chain(expert: Expert) -> list[Kernel]:
     """The kernels of one folder, naive first; the expert also against the vendor."""
-    of_variant = {variant.files[0]: name for name, variant in expert.variants.items()}
+    lineage = load_lineage(expert.directory / HAND_MADE)
+    of_variant = {expert.source(name).digest: name for name in expert.variants}
     kernels = [
-        Kernel(expert, place, of_variant.get(stage.file, stage.name), REFERENCE)
-        for place, stage in enumerate(expert.stages)
+        Kernel(expert, lineage, place, of_variant.get(source.digest, source.label), REFERENCE)
+        for place, source in enumerate(lineage.sources)
     ]
     return [*kernels, kernels[-1]._replace(reference=VENDOR)]
 
@@ -198,7 +201,7 @@ def table_of(rows: list[Row]) -> str:
 
 def test_gdn_case_study(kernel_gate: KernelGate, kernel: Kernel, rows: dict[tuple[str, int, str], Row]) -> None:
     """The gate accepts the kernel; what it takes goes into the table."""
-    platforms = kernel.expert.platforms_of(kernel.expert.stages[kernel.place])
+    platforms = kernel.lineage.platforms_of(kernel.lineage.lineage.states[kernel.place])
     verdict = kernel_gate(kernel.source(), case=kernel.case(), platforms=platforms)
     if verdict.scored:
         row = row_of(kernel, verdict)

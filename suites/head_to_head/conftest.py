@@ -27,7 +27,7 @@ def klineage_models(klineage_session: KlineageSession, tmp_path_factory: pytest.
         settings,
         trajectories=klineage_session.settings.results / FOLDER,
         replays=lambda: tmp_path_factory.mktemp("klineage-replay"),
-        in_turns=klineage_session.settings.batch is not None,
+        in_turns=klineage_session.elsewhere,
     )
     yield models
     models.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,31 +10,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
+# Not with the others: it lies in the folder above.
+from judged_roots import judging_once, taking_known_root
+
 from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, UnknownName, Verdict, paper_case
 from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers import Outcome, StepProgress, Task, instructions_for, machine_text, optimize
-from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.instructions import cpu_features, instructions_for, machine_text
 from pytest_klineage.lab.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
 from pytest_klineage.lab.optimizers.replaying import read_recorded, replayed
-from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, Screen, optimize
+from pytest_klineage.lab.optimizers.task import StepProgress, Task
 from pytest_klineage.lab.plugin import ALL, Models, model_settings
 from pytest_klineage.records import Begun, to_json
 from pytest_klineage.results.runs import Record
 from pytest_klineage.surfaces import SURFACES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-# Not with the others: it lies in the folder above.
-from judged_roots import judging_once, taking_known_root  # isort: skip
-
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
-CPU_REFERENCE = "torch"
-GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
-"""Whom kernels are compared with: as in the main tier."""
 NAIVE = "naive"
 """The kernel that every run begins with."""
 RUNS, STEPS = 3, 24
@@ -75,18 +70,17 @@ def expert_of(session: KlineageSession, operator: str, language: str = "") -> Ex
 
 def case_of(platform: str, operator: str) -> KernelCase:
     """The paper's case for this platform, to be as fast as its reference."""
-    if platform == "cpu":
-        return paper_case(operator, "cpu", CPU_REFERENCE)
-    return paper_case(operator, "gpu", GPU_REFERENCES[operator])
+    return paper_case(operator, "cpu" if platform == "cpu" else "gpu")
 
 
 def ask(
     name: str, method: str, operator: str, session: KlineageSession, models: Models, judge: Judge,
-    write_line: Callable[[str], None], kept: Path,
-) -> Outcome:  # fmt: skip
+    write_line: Callable[[str], None], kept: Path, screen: Screen | None = None,
+) -> OptimizationResult:  # fmt: skip
     """Run or resume one optimization. The test is skipped when it is recorded and not to be resumed.
 
-    `kept` is the file of verdicts, in which the root's may stand already.
+    `kept` is the file of verdicts, in which the root's may stand already. `screen` screens kernels before `judge`
+    where --klineage-screen asks for it, or the run was begun so.
     """
     if models.is_recorded(name) and not is_resumed(session, name) and not models.is_under_way(name):
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
@@ -100,17 +94,24 @@ def ask(
         index=index, k=config.getoption("--cards"), capabilities=features, max_steps=steps,
         rules_path=config.getoption("--rules") or (Path("recorded") if begun else None),
     )  # fmt: skip
-    opened = models.session(name, settings=_settings(name, method, task, steps, config))
+    screens = begun.get("screen") == "yes" if begun else models.screens
+    recorded = _settings(name, method, task, steps, config) | ({"screen": "yes"} if screens else {})
+    opened = models.session(name, settings=recorded)
     if task.root is not None:
         judge = taking_known_root(judge, task.root, [kept] if kept.is_file() else [], session.gate.machine())
 
     def on_step(step: StepProgress) -> None:
         write_line(f"{name}: {step.line}")
 
-    return optimize(task, make_method(method, settings), opened, judge, max_steps=steps, on_step=on_step)
+    return optimize(
+        task, make_method(method, settings), opened, judge, max_steps=steps, on_step=on_step,
+        screen=screen if screens else None,
+    )  # fmt: skip
 
 
-def replay(name: str, operator: str, session: KlineageSession, models: Models, judge: Judge, scratch: Path) -> Outcome:
+def replay(
+    name: str, operator: str, session: KlineageSession, models: Models, judge: Judge, scratch: Path
+) -> OptimizationResult:
     """Replay one recorded optimization; every kernel is judged again. The test is skipped when none is recorded."""
     if not models.is_recorded(name):
         _, method, _ = name.split("/")
@@ -160,6 +161,16 @@ def judging(
         return verdict
 
     return judge if known is None else judging_once(judge, known)
+
+
+def screening(gate: Gate | ExecutorGate, method: str) -> Screen:
+    """A judge that screens. What it says is in the trajectory only, since its speedups are not for publication."""
+
+    def screen(case: KernelCase, source: KernelSource, best: float) -> Verdict:
+        labelled = msgspec.structs.replace(source, label=source.label or method)
+        return gate.judge(case, labelled, screen_against=best)
+
+    return screen
 
 
 def _append(path: Path, nodeid: str, verdict: Verdict) -> None:

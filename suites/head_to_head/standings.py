@@ -13,7 +13,8 @@ from pytest_klineage.records import Answered, Interval, Machine
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect
 from pytest_klineage.report.document import Mark
-from pytest_klineage.report.steps import Step, optimization_of
+from pytest_klineage.report.steps import ReportedStep, optimization_of
+from pytest_klineage.results.packed import line_files
 
 NONE = "none was right"
 FAILURES = (
@@ -58,18 +59,18 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 
 def standings_in(folder: Path) -> tuple[list[Standing], list[str]]:
     """All runs below a folder by workload, method and number, and what could not be read."""
-    if not any(folder.rglob("*.jsonl")):
+    if not any(line_files(folder)):
         return [], []
     material = collect([folder])
     found = [_standing(read) for read in material.trajectories]
-    order = {name: place for place, name in enumerate(METHOD_NAMES)}
+    order = {name: position for position, name in enumerate(METHOD_NAMES)}
     found.sort(key=lambda one: (one.case, order.get(one.method, len(order)), one.method, one.number))
     return found, [f"{problem.where}: {problem.what}; {problem.next_step}" for problem in material.problems]
 
 
 def tables(found: Sequence[Standing], problems: Sequence[str], platform: str) -> str:
     """The document: conditions, three tables, and what is missing in them."""
-    methods = list(dict.fromkeys(sorted((one.method for one in found), key=_place)))
+    methods = list(dict.fromkeys(sorted((one.method for one in found), key=_method_order)))
     lines = [
         f"# Head to head, {platform}", "", conditions(found), "", FAILURES, "",
         "## By method", "", *by_method(found, methods), "",
@@ -171,7 +172,7 @@ def _standing(read: ReadTrajectory) -> Standing:
         best_ms=timing.candidate_ms if timing is not None else None,
         reference_ms=timing.reference_ms if timing is not None else None,
         best_step=best.number if best is not None else 0, best_usd=best.cost_usd if best is not None else 0.0,
-        steps=steps_of(read.events), right=_count(made, Mark.SCORED), failed=_count(made, Mark.FAILED),
+        steps=steps_of(read.events), right=_count(made, Mark.SCORED, Mark.SCREENED), failed=_count(made, Mark.FAILED),
         wrappers=_count(made, Mark.WRAPPER), repeated=repeats_of(read.events),
         calls=sum(isinstance(event, Answered) for event in read.events), usd=one.spent_usd,
         ended=one.stopped.partition(":")[0] or "not ended", model=one.model, budget_usd=one.budget_usd,
@@ -186,12 +187,12 @@ def _best(found: Sequence[Standing], case: str) -> Standing | None:
     return max(own, key=lambda one: one.best.low if one.best is not None else 0.0, default=None)
 
 
-def _place(method: str) -> tuple[int, str]:
+def _method_order(method: str) -> tuple[int, str]:
     return (METHOD_NAMES.index(method) if method in METHOD_NAMES else len(METHOD_NAMES)), method
 
 
-def _count(steps: Sequence[Step], mark: Mark) -> int:
-    return sum(step.mark is mark for step in steps)
+def _count(steps: Sequence[ReportedStep], *marks: Mark) -> int:
+    return sum(step.mark in marks for step in steps)
 
 
 def _sum(found: Sequence[Standing], field: str) -> int:

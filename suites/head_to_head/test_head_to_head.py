@@ -11,14 +11,10 @@ of another class than recorded, or where the tables are not those of the traject
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from contest import (
     OPERATORS,
     VERDICTS_SUFFIX,
@@ -27,13 +23,15 @@ from contest import (
     methods_asked,
     replay,
     run_numbers,
+    screening,
 )
 from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
-from pytest_klineage.lab.optimizers import disagreements
+from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.plugin.session import SESSION_KEY
+from pytest_klineage.results.packed import line_files
 
 FOLDER = "head_to_head"
 Contest = tuple[str, str, int]
@@ -55,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def written_tables(klineage_session: KlineageSession, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Makes the tables anew from all trajectories, when a model was asked."""
+    """Makes the tables again from all trajectories, when a model was asked."""
     yield
     if not asks_a_model(klineage_session):
         return
@@ -86,7 +84,8 @@ def test_head_to_head(
         else:
             kept = base_of(klineage_session) / f"{platform}{VERDICTS_SUFFIX}"
             judge = judging(klineage_session, klineage_session.gate, nodeid, method, keep=kept)
-            outcome = ask(name, method, operator, klineage_session, klineage_models, judge, write_line, kept)
+            screen = screening(klineage_session.gate, method)
+            outcome = ask(name, method, operator, klineage_session, klineage_models, judge, write_line, kept, screen)
     except UsageError as error:
         pytest.fail(f"klineage: {error}", pytrace=False)
     if outcome.stopped == "not_judged":
@@ -95,7 +94,7 @@ def test_head_to_head(
 
 
 def test_tables_are_those_of_the_trajectories(klineage_session: KlineageSession) -> None:
-    """The committed tables follow from the committed trajectories, to the letter; --publish makes them anew."""
+    """The committed tables follow from the committed trajectories, to the letter; --publish makes them again."""
     if asks_a_model(klineage_session):
         pytest.skip("the tables are being made")
     base, platform = base_of(klineage_session), klineage_session.platform
@@ -123,7 +122,7 @@ def base_of(session: KlineageSession) -> Path:
 def recorded_below(folder: Path, methods: list[str] | None) -> list[Contest]:
     """The runs whose trajectories lie below a folder: <method>/<operator>-<run>.jsonl."""
     found = []
-    for path in sorted(folder.glob("*/*.jsonl")):
+    for path in line_files(folder, "*/*"):
         operator, _, run = path.stem.rpartition("-")
         if run.isdigit() and (methods is None or path.parent.name in methods):
             found.append((path.parent.name, operator, int(run)))

@@ -16,24 +16,20 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict, paper_case
-from pytest_klineage.lab.induction.keeping import TRAJECTORY_FILE, induce, replay, trajectory_settings
+from pytest_klineage import KernelCase, KernelSource, KlineageSession, Verdict
+from pytest_klineage.lab.induction.lineage_store import TRAJECTORY_FILE, replay
 from pytest_klineage.lab.induction.verdicts import GateJudge, Judge
-from pytest_klineage.lab.induction.walk import Origin, WalkSettings
+from pytest_klineage.lab.induction.walk import WalkOrigin
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.lineages import FOLDER, LINEAGE_FILE, read_record
-from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
+from pytest_klineage.lab.making import expert_name, instruction_sets, make_lineage, walk_origin
+from pytest_klineage.lab.optimizers.instructions import machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.plugin import Models
 
 EXPERTS = Path(__file__).parents[2] / "experts"
-GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
-"""Whom the expert itself is compared with; every other kernel of a walk is compared with its neighbour."""
-RIVAL = "another kernel for the same case"
-FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_vnni", "avx512_bf16", "amx_tile")
-"""Words of /proc/cpuinfo that a writer of CPU kernels asks for."""
 NO_MODEL = (
     "makes a lineage with a language model: choose one with --klineage-llm=anthropic, command or exchange, or replay "
     "the kept trajectories with --klineage-llm=replay"
@@ -43,7 +39,7 @@ NO_MODEL = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for every expert of the platform."""
     platform = metafunc.config.stash[SESSION_KEY].platform
-    experts = {_name(expert): expert for expert in find_experts(EXPERTS, platform) if "expert" in expert.variants}
+    experts = {expert_name(expert): expert for expert in find_experts(EXPERTS, platform) if "expert" in expert.variants}
     metafunc.parametrize("expert", experts.values(), ids=list(experts))
 
 
@@ -53,15 +49,12 @@ def test_induce(
     """Walk from the expert to a naive kernel, and keep the lineage; it ends anywhere else only with a reason."""
     if klineage_models.backend in ("none", "replay"):
         pytest.skip(NO_MODEL if klineage_models.backend == "none" else "test_replay replays")
-    directory, name = expert.directory / FOLDER, f"lineage/{_name(expert)}"
+    directory, name = expert.directory / FOLDER, f"lineage/{expert_name(expert)}"
     if (directory / LINEAGE_FILE).exists() and read_record(directory).complete:
         pytest.skip(f"{directory.relative_to(EXPERTS.parent)} is whole; remove the folder to make it anew")
     origin = _origin(expert, klineage_session)
-    session = klineage_models.session(name, settings=trajectory_settings(origin, WalkSettings()))
-    stored = induce(
-        origin, session, _judge(klineage_session, name), directory, report=lambda line: tell(f"{origin.name} {line}")
-    )
-    lineage = stored.lineage
+    judge = _judge(klineage_session, name)
+    lineage = make_lineage(origin, expert, klineage_models, judge, lambda line: tell(f"{origin.name} {line}")).lineage
     tell(f"{lineage.name}: {len(lineage.transitions)} steps, {lineage.termination.value}")
     if not lineage.complete:
         pytest.fail(
@@ -80,26 +73,22 @@ def test_replay(
         pytest.skip("replays kept trajectories with --klineage-llm=replay")
     directory = expert.directory / FOLDER
     if not (directory / TRAJECTORY_FILE).exists():
-        pytest.skip(f"{_name(expert)} has no kept trajectory")
-    again = replay(directory, quick_judge, report=lambda line: tell(f"{_name(expert)} {line}"))
+        pytest.skip(f"{expert_name(expert)} has no kept trajectory")
+    again = replay(directory, quick_judge, report=lambda line: tell(f"{expert_name(expert)} {line}"))
     wrong = [f"the lineage is another one: {difference}" for difference in again.differences]
     wrong += [
-        f"kernel {pair.recorded.source_digest[:12]} was {pair.recorded.code.value} and is {pair.fresh.code.value}: "
-        f"{pair.fresh.reasons[0].message}"
-        for pair in again.compared
+        f"kernel {pair.recorded.source_digest[:12]} was {pair.recorded.code.value} and is {pair.verdict.code.value}: "
+        f"{pair.verdict.reasons[0].message}"
+        for pair in again.rejudged
         if not pair.agrees
     ]
     if wrong:
-        pytest.fail(f"the replay of {_name(expert)} differs:\n  " + "\n  ".join(wrong), pytrace=False)
-
-
-def _name(expert: Expert) -> str:
-    return f"{expert.operator}-{expert.platform}-{expert.surface.value}"
+        pytest.fail(f"the replay of {expert_name(expert)} differs:\n  " + "\n  ".join(wrong), pytrace=False)
 
 
 def _judge(session: KlineageSession, name: str) -> Judge:
     """The session's own gate, with the precision that the user asked for."""
-    if session.settings.batch is not None:
+    if session.elsewhere:
         return GateJudge(session.gate)
 
     def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
@@ -114,27 +103,7 @@ def _judge(session: KlineageSession, name: str) -> Judge:
     return judge
 
 
-def _origin(expert: Expert, session: KlineageSession) -> Origin:
-    on_cpu = session.platform == "cpu"
-    case = paper_case(
-        expert.operator, "cpu" if on_cpu else "gpu", "torch" if on_cpu else GPU_REFERENCES.get(expert.operator, "torch")
-    )
-    source = expert.source("expert")
-    machine = machine_text(
-        session.gate.machine(), threads=session.gate_settings.threads, features=_features() if on_cpu else ()
-    )
-    contract = instructions_for(
-        case, source.surface, session.platform, source.entry, source.flags, machine=machine, reference=RIVAL
-    )
-    name = f"{expert.operator}/{expert.platform}-{expert.surface.value}"
-    return Origin(case=case, platform=session.platform, source=source, contract=contract, name=name)
-
-
-def _features() -> tuple[str, ...]:
-    """Instruction sets of this CPU, where the system says so."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ()
-    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
-    return tuple(feature for feature in FEATURES if feature in flags)
+def _origin(expert: Expert, session: KlineageSession) -> WalkOrigin:
+    features = instruction_sets() if session.platform == "cpu" else ()
+    machine = machine_text(session.gate.machine(), threads=session.gate_settings.threads, features=features)
+    return walk_origin(expert, session.platform, machine)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from pytest_klineage import BadRecord, UsageError
 from pytest_klineage.lab.induction.revalidate import recheck
 from pytest_klineage.lab.induction.verdicts import Judge
-from pytest_klineage.lab.library.lineages import find_lineages, load_lineage, problems_of, read_record
+from pytest_klineage.lab.library.lineages import all_problems_of, find_lineages, load_lineage, read_record, read_timed
 from pytest_klineage.plugin.session import SESSION_KEY
 from pytest_klineage.records import Status
 
@@ -44,14 +45,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_chain(lineage_folder: Path) -> None:
     """Files, edits (the re-derived ones too), verdicts and digests of the lineage fit together."""
-    problems = problems_of(load_lineage(lineage_folder))
+    problems = all_problems_of(load_lineage(lineage_folder))
     if problems:
         pytest.fail(f"the lineage {_name(lineage_folder)} is broken:\n  " + "\n  ".join(problems), pytrace=False)
 
 
 def test_state(state: State, quick_judge: Judge) -> None:
     """The state is right, and the step that leads on from it has the recorded sign."""
-    found = recheck(load_lineage(state.folder), state.index, quick_judge)
+    stored = msgspec.structs.replace(load_lineage(state.folder), lineage=read_timed(state.folder))
+    found = recheck(stored, state.index, quick_judge)
     if found.problem:
         pytest.fail(f"{_name(state.folder)}, state {state.index:02d} {found.state}: {found.problem}", pytrace=False)
     if found.verdict.status is Status.SKIPPED:

@@ -6,8 +6,8 @@ pytest suites/main_tier --platform sm90 --klineage-stage compile    # builds eve
 
 pytest suites/main_tier --platform cpu --klineage-method klineage   # the best kernel that suites/head_to_head recorded
 
-"stages" is a method too: the kernels on the way from naive to expert, which must be right at any speed. In the compile
-stage all methods are built.
+"stages" is a method too: the states of the hand-made lineages from naive to expert, which must be right at any speed.
+In the compile stage all methods are built.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import pytest
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, UnknownName, UsageError, paper_case
 from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.lineages import HAND_MADE, StoredLineage, load_lineage
 from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
 from pytest_klineage.lab.optimizers.replaying import best_made, best_recorded, replayed
 from pytest_klineage.lab.plugin import model_settings
@@ -30,10 +31,6 @@ RECORDED = "head_to_head"
 """Folder of recorded optimizations, in the results; --klineage-trajectories names another one."""
 NAIVE = "naive"
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
-
-CPU_REFERENCE = "torch"
-GPU_REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
-"""Whom a kernel is compared with, by operator. The compile stage compares nothing and asks for none of them."""
 
 AT_LEAST = {
     "cpu": {"conv2d": 0.8, "fmha": 1.0, "gdn": 3.0, "gemm": 0.8, "topk": 3.0},
@@ -56,13 +53,14 @@ STAGES = "stages"
 
 
 class Kernel(NamedTuple):
-    """One kernel of experts/: a variant, which --klineage-method names, or a stage on the way to the expert."""
+    """One kernel of experts/: a variant, which --klineage-method names, or a state of its hand-made lineage."""
 
     operator: str
     name: str
     expert: Expert | None
     """Its folder; None when there is none for the platform."""
-    stage: bool = False
+    lineage: StoredLineage | None = None
+    """Where it is a state: the lineage."""
     layout: str = ""
     """Of the operator's default layout when empty."""
 
@@ -76,17 +74,19 @@ class Kernel(NamedTuple):
         """Platforms that it can be built for."""
         if self.expert is None:
             return ()
-        return self.expert.platforms_of(self.expert.stage(self.name) if self.stage else self.expert.variants[self.name])
+        if self.lineage is not None:
+            return self.lineage.platforms_of(self.lineage.state(self.name)[0])
+        return self.expert.platforms_of(self.expert.variants[self.name])
 
     def source(self) -> KernelSource:
         """Its source; the test is skipped when there is none."""
         if self.expert is None:
             pytest.skip(f"experts/{self.operator} has no {self.name!r} kernel for this platform")
-        return self.expert.stage_source(self.name) if self.stage else self.expert.source(self.name)
+        return self.lineage.state(self.name)[1] if self.lineage is not None else self.expert.source(self.name)
 
     def instructions(self) -> tuple[str, ...]:
         """GPU instructions among the techniques that its expert.toml names: they must be in what is built."""
-        if self.expert is None or self.stage:
+        if self.expert is None or self.lineage is not None:
             return ()
         return tuple(word for word in self.expert.variants[self.name].techniques if word in INSTRUCTIONS)
 
@@ -143,10 +143,13 @@ def kernels_to_build(session: KlineageSession) -> list[Kernel]:
 
 
 def stages_of(expert: Expert) -> list[Kernel]:
-    """The kernels between the variants of a folder."""
-    same = {file for variant in expert.variants.values() for file in variant.files}
-    between = [stage.name for stage in expert.stages if stage.file not in same]
-    return [Kernel(expert.operator, name, expert, stage=True) for name in between]
+    """The states of a folder's hand-made lineage that are no variants of it."""
+    folder = expert.directory / HAND_MADE
+    if not folder.is_dir():
+        return []
+    lineage, variants = load_lineage(folder), {expert.source(name).digest for name in expert.variants}
+    between = [source.label for source in lineage.sources if source.digest not in variants]
+    return [Kernel(expert.operator, name, expert, lineage) for name in between]
 
 
 def stages_to_judge(session: KlineageSession) -> list[Kernel]:
@@ -166,10 +169,7 @@ def folders(platform: str) -> list[Expert]:
 def case(klineage_session: KlineageSession, kernel: Kernel) -> KernelCase:
     """The paper's case for this platform, with what the kernel must reach."""
     platform, operator = klineage_session.platform, kernel.operator
-    if platform == "cpu":
-        chosen = paper_case(operator, "cpu", CPU_REFERENCE)
-    else:
-        chosen = paper_case(operator, "gpu", GPU_REFERENCES[operator])
+    chosen = paper_case(operator, "cpu" if platform == "cpu" else "gpu")
     if kernel.layout:
         chosen = msgspec.structs.replace(chosen, options={"layout": kernel.layout})
     if kernel.name != "expert":

@@ -93,7 +93,12 @@ def code(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-EXECUTED = [path for path in PAGES if any(block.info.strip().startswith("run") for block in blocks(path))]
+ON_A_CLUSTER = DOCS / "how-to" / "judge-on-a-cluster.md"
+"""Executed by tests/unit/executors/cluster, which starts one."""
+EXECUTED = [
+    path for path in PAGES
+    if path != ON_A_CLUSTER and any(block.info.strip().startswith("run") for block in blocks(path))
+]  # fmt: skip
 
 
 # --- examples ---------------------------------------------------------------------------------------------------------
@@ -101,6 +106,11 @@ EXECUTED = [path for path in PAGES if any(block.info.strip().startswith("run") f
 
 @pytest.mark.parametrize("path", EXECUTED, ids=[str(path.relative_to(ROOT)) for path in EXECUTED])
 def test_examples_run(path: Path, tmp_path: Path) -> None:
+    execute(path, tmp_path)
+
+
+def execute(path: Path, tmp_path: Path) -> None:
+    """Write a page's files into a folder and run its commands there."""
     for block in blocks(path):
         if title := re.search(r'title="([\w.]+)"', block.info):
             (tmp_path / title.group(1)).write_text(block.text)
@@ -127,6 +137,8 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         "PYTEST_ADDOPTS": f"{QUICK} --klineage-cache-dir={shlex.quote(str(folder / 'cache'))}",
         "PYTHONPATH": os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path),
         "PYTHONDONTWRITEBYTECODE": "1",
+        # As for a reader, whose environment with the package is active.
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "COLUMNS": "80",
     }
     plugin = (
@@ -160,6 +172,7 @@ def first_missing(shown: list[str], output: str) -> str | None:
 def without_figures(line: str) -> str:
     """A line without numbers, the mark of uncertain ones and the CPU's name; rules and gaps are one character long."""
     line = re.sub(r"cpu \(.*\)", "cpu", line)
+    line = re.sub(r" \(\d+:\d\d:\d\d\)", "", line)  # pytest writes a duration over a minute in both ways
     line = re.sub(r"records: .*|again: .*", "a path", line)
     line = re.sub(r"~?\d[\d.]*(e[+-]\d+)?", "#", line)
     return re.sub(r"(.)\1+", r"\1", line).strip()
@@ -207,17 +220,17 @@ def test_options_are_those_of_pytest_help(tmp_path: Path) -> None:
     documented = {code(row[0])[0].split()[0]: row for row in table(page("reference/options.md"))}
     shown = set(re.findall(r"^  (--klineage-[a-z-]+)", output, re.M))
     assert set(documented) == shown == {option.flag for option in OPTIONS + LAB_OPTIONS}
-    assert {code(row[1])[0] for row in documented.values()} == set(re.findall(r"^  (klineage_\w+) \(", output, re.M))
+    assert {flag[2:].replace("-", "_") for flag in documented} == set(re.findall(r"^  (klineage_\w+) \(", output, re.M))
 
 
 @pytest.mark.parametrize("option", OPTIONS + LAB_OPTIONS, ids=lambda option: option.name)
 def test_an_option_is_documented_as_it_is(option: Any) -> None:
     row = next(row for row in table(page("reference/options.md")) if code(row[0])[0].split()[0] == option.flag)
     assert code(row[0])[0] == f"{option.flag} {option.metavar}".rstrip()
-    assert code(row[1]) == [option.key]
+    assert option.key == option.flag[2:].replace("-", "_")
     if stated := re.search(r"\(default: ([\w.]+)[,)]", option.help):
-        assert code(row[2]) == [stated.group(1)]
-    assert ("repeatable" in row[3]) == option.repeatable
+        assert code(row[1]) == [stated.group(1)]
+    assert ("repeatable" in row[2]) == option.repeatable
 
 
 def test_reason_codes_are_all_there_and_no_other() -> None:
@@ -225,7 +238,7 @@ def test_reason_codes_are_all_there_and_no_other() -> None:
     rows = [line for line in text.splitlines() if re.match(r"\| `\w+\.\w+` \|", line)]
     documented = [code(row)[0] for row in rows]
     assert sorted(documented) == sorted(item.value for item in Code)
-    assert all(all(cell.strip() for cell in row.split("|")[1:4]) for row in rows)
+    assert all(all(cell.strip() for cell in row.split("|")[1:3]) for row in rows)
     assert sorted(name for row in table(text, after="## Statuses") for name in code(row[0])) == sorted(Status)
 
 
@@ -245,11 +258,11 @@ def test_operators_are_documented_as_they_are() -> None:
         options = [f"`{option}`: {', '.join(map(str, values))}" for option, values in operator.options.items()]
         assert rows[name][3] == "; ".join(options)
         section = text[text.index(f"## {name}\n") :].partition("\n## ")[0]
-        regimes = " ".join(section.partition("Regimes: ")[2].split()).partition(".")[0]
-        assert regimes == ", ".join(operator.regimes)
-        for place, tier in enumerate(("cpu", "gpu"), start=1):
+        input_distributions = " ".join(section.partition("Input distributions: ")[2].split()).partition(".")[0]
+        assert input_distributions == ", ".join(operator.input_distributions)
+        for position, tier in enumerate(("cpu", "gpu"), start=1):
             case = paper_case(name, tier, next(iter(REFERENCES)))
-            assert sizes[name][place] == f"{', '.join(map(str, case.shape.values()))} {case.dtype}"
+            assert sizes[name][position] == f"{', '.join(map(str, case.shape.values()))} {case.dtype}"
 
 
 def test_defences_policies_and_surfaces_are_all_there() -> None:
@@ -259,12 +272,14 @@ def test_defences_policies_and_surfaces_are_all_there() -> None:
     assert [code(row[0])[0] for row in table(page("reference/surfaces.md"))] == sorted(SURFACES)
 
 
-@pytest.mark.parametrize(
-    ("heading", "record"), [("## Verdict", Verdict), ("## Timing", Timing)], ids=["verdict", "timing"]
-)
-def test_fields_of_records_are_all_there(heading: str, record: type[msgspec.Struct]) -> None:
-    rows = table(page("reference/records.md"), after=heading)
-    assert sorted(name for row in rows for name in code(row[0])) == sorted(record.__struct_fields__)
+def test_records_within_a_verdict_are_rendered() -> None:
+    rendered = set(re.findall(r"^::: [\w.]+\.(\w+)$", page("reference/records.md"), re.M))
+    inner = {
+        name
+        for field in msgspec.structs.fields(Verdict)
+        for name in re.findall(r"records\.\w+\.(\w+)", str(field.type))
+    }
+    assert {Verdict.__name__, Timing.__name__, *inner} - {"KernelCase"} <= rendered
 
 
 def test_the_run_store_is_described_as_it_is() -> None:
@@ -289,10 +304,11 @@ def test_commands_are_those_of_help(tmp_path: Path) -> None:
 
 def test_marker_and_fixture_arguments_are_all_there() -> None:
     text = page("reference/marker-and-fixtures.md")
-    for function, heading in ((kernel_case, "## `kernel_case`"), (KernelGate.__call__, "## `kernel_gate`")):
-        names = {name for name in inspect.signature(function).parameters if name != "self"}
-        documented = {name.lstrip("*") for row in table(text, after=heading) for name in code(row[0])}
-        assert documented == names
+    for function, name in ((kernel_case, "kernel_case"), (KernelGate.__call__, "KernelGate")):
+        assert f"::: pytest_klineage.{name}\n" in text
+        arguments = (inspect.getdoc(function) or "").partition("Args:\n")[2]
+        documented = re.findall(r"^    \**(\w+): ", arguments, re.M)
+        assert documented == [name for name in inspect.signature(function).parameters if name != "self"]
 
 
 def test_the_native_abi_is_described_as_it_is() -> None:
@@ -306,6 +322,16 @@ def test_the_native_abi_is_described_as_it_is() -> None:
     version = re.search(r"KLINEAGE_ABI_VERSION (\d+)", header)
     assert version is not None
     assert f"`KLINEAGE_ABI_VERSION` = {version.group(1)}" in text
+
+
+def test_what_the_architecture_names_is_there() -> None:
+    rows = table(page("architecture.md"), after="## Where is")
+    assert rows
+    for _question, files, symbols in rows:
+        source = "\n".join((ROOT / "pytest_klineage" / name).read_text() for name in code(files))
+        for symbol in code(symbols):
+            for name in symbol.split("."):
+                assert re.search(rf"^ *(def|class) {name}\b|^{name}\b.* = ", source, re.M), symbol
 
 
 def test_the_layer_table_is_the_one_that_is_held() -> None:

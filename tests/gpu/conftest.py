@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from device import MARKER, gpu_platform, quick_settings
 
 from pytest_klineage.gate import Gate, GateSettings
@@ -50,7 +46,7 @@ def judge(gate: Gate, settings: GateSettings) -> Callable[..., Verdict]:
     def judge_one(
         case: KernelCase, source: KernelSource, *, against: KernelSource | None = None, **changed: Any
     ) -> Verdict:
-        gate._bench.settings = msgspec.structs.replace(settings, **changed)
+        gate._context.settings = msgspec.structs.replace(settings, **changed)
         verdict = gate.judge(case, source, reference_source=against)
         assert from_json(to_json(verdict), Verdict) == verdict
         assert verdict.status is verdict.code.status

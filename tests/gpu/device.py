@@ -12,7 +12,7 @@ import pytest
 
 from pytest_klineage.errors import KlineageError
 from pytest_klineage.gate import GateSettings
-from pytest_klineage.gate.host.cpu import resolve_platform
+from pytest_klineage.gate.host.platforms import resolve_platform
 
 MARKER = "gpu: needs a GPU that kernels can be judged on; skipped, with the reason, where there is none"
 BUILD_TIMEOUT_S = 120.0

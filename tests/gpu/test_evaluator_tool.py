@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
-
 from cpu_gemm import CASE, built
 from evaluators import flashinfer_bench_tool as tool
 from evaluators.problem import Called, Judged, Problem, Request, Run
@@ -81,7 +77,7 @@ def on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., P
 # --- what the tool is given -------------------------------------------------------------------------------------------
 
 
-def test_the_definition_is_the_case_and_its_reference_calls_the_library() -> None:
+def test_definition_is_the_case_and_reference_the_library() -> None:
     case = paper_case("gemm", "gpu", "cublas")
     request = Request(case=case, surface="cuda", artifact="kernel.so", entry="run")
     definition = tool.definition_for(request)
@@ -95,7 +91,7 @@ def test_the_definition_is_the_case_and_its_reference_calls_the_library() -> Non
     assert torch.equal(scope["run"](a, b), torch.mm(a, b))
 
 
-def test_the_solution_calls_the_built_kernel_on_the_tensors_it_is_given(ask: Callable[[str], Request]) -> None:
+def test_solution_calls_the_built_kernel_on_given_tensors(ask: Callable[[str], Request]) -> None:
     solution = tool.solution_for(ask("right"), "cpu")
     assert solution.spec.destination_passing_style
     assert solution.definition == tool.definition_for(ask("right")).name
@@ -146,7 +142,7 @@ RIGHT = evaluation(
 )
 
 
-def test_a_passed_evaluation_is_a_verdict_with_one_mean_for_each_side() -> None:
+def test_passed_evaluation_is_a_verdict_with_two_means() -> None:
     verdict = tool.judged(RIGHT, "CUDA events")
     assert verdict == Judged(
         correct=True, clock="CUDA events", reference_ms=3.0, candidate_ms=2.0, speedup=1.5,
@@ -194,9 +190,7 @@ def test_a_worker_that_answers_is_believed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("no worker"), evaluation("RUNTIME_ERROR", log="x\nno worker\n")])
-def test_without_a_worker_the_tool_judges_in_this_process_from_then_on(
-    failure: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_worker_the_tool_judges_in_process(failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9")
     fake = FakeTool(failure)
     clocks = {fake.judge().clock, fake.judge().clock}
@@ -204,9 +198,7 @@ def test_without_a_worker_the_tool_judges_in_this_process_from_then_on(
     assert (fake.alone, fake.closed) == (2, 1)
 
 
-def test_a_tool_is_kept_for_the_same_request_and_ended_before_another(
-    ask: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tool_is_kept_until_another_request(ask: Callable[[str], Request], monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
 
     class Recorded:

@@ -12,11 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
-
 import test_gpu_evaluators as suite
+import torch
 from cpu_gemm import CASE, built
 from evaluators import flashinfer_bench, flashinfer_bench_tool, kernelbench
 from evaluators.clocks import ClockFailure
@@ -89,7 +86,7 @@ def problem(artifact: Path) -> Callable[[str], Problem]:
 # --- the algorithms ---------------------------------------------------------------------------------------------------
 
 
-def test_kernelbench_times_the_candidate_first_and_rounds_its_means(problem: Callable[[str], Problem]) -> None:
+def test_kernelbench_candidate_first_and_rounded_means(problem: Callable[[str], Problem]) -> None:
     clock = FakeClock([1.0, 1.002], [3.0, 3.111])
     judged = kernelbench.judge(problem("right"), clock)
     assert judged.correct, judged.why
@@ -99,7 +96,7 @@ def test_kernelbench_times_the_candidate_first_and_rounds_its_means(problem: Cal
     assert judged.reference_samples_ms == (3.0, 3.111)
 
 
-def test_flashinfer_bench_takes_the_mean_of_medians_of_three_sets(problem: Callable[[str], Problem]) -> None:
+def test_flashinfer_bench_mean_of_three_medians(problem: Callable[[str], Problem]) -> None:
     clock = FakeClock([3, 3, 9], [4, 4, 9], [5, 5, 9], [1, 1, 9], [2, 2, 9], [3, 3, 9])
     judged = flashinfer_bench.judge(problem("right"), clock)
     assert judged.correct, judged.why
@@ -172,11 +169,11 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
         yield process
 
 
-def test_a_process_answers_as_often_as_it_is_asked_whatever_it_prints(echo: Process) -> None:
+def test_a_process_answers_each_request_despite_prints(echo: Process) -> None:
     assert [echo.ask(Word(text=text), Word).text for text in ("a", "b")] == ["aa", "bb"]
 
 
-def test_a_crash_is_told_in_the_last_words(echo: Process) -> None:
+def test_a_crash_is_reported_by_the_last_words(echo: Process) -> None:
     with pytest.raises(ProcessEnded, match=r"status 1 and no answer: (.|\n)*it went wrong"):
         echo.ask(Word(text="crash"), Word)
     with pytest.raises(ProcessEnded):
@@ -230,7 +227,7 @@ def test_the_table_has_verdicts_per_minute_and_the_spread() -> None:
     assert msgspec.json.decode(msgspec.json.encode(rows[1]), type=suite.Evaluated) == rows[1]
 
 
-def test_the_page_says_which_row_is_a_tool_and_what_to_install_where_none_is() -> None:
+def test_the_page_names_tools_and_how_to_install_them() -> None:
     gate, tool = evaluated("gate", (1.0,)), evaluated("flashinfer_bench_tool", (1.0,), version="0.1.2")
     assert "flashinfer-bench 0.1.2 is the tool, as pip installs it" in suite.report_of([gate, tool], "sm90")
     without = suite.report_of([gate], "sm90")
@@ -281,7 +278,7 @@ def test_the_row_of_the_gate_has_what_its_verdicts_say() -> None:
     assert row.refused == ("wrong_value.mismatch: another value",)
 
 
-def test_a_wrong_verdict_of_another_evaluator_is_kept_as_a_refusal() -> None:
+def test_a_wrong_verdict_of_another_evaluator_is_a_refusal() -> None:
     request = Request(case=CASE, surface="cuda", artifact="kernel.so", entry="run", blas_library="cublas")
     right = Judged(correct=True, clock="CUPTI", speedup=1.5, reference_samples_ms=(3.0,), candidate_samples_ms=(2.0,))
     judged = [right, Judged(correct=False, why="seed 1: the outputs differ")]
@@ -294,7 +291,7 @@ def test_a_wrong_verdict_of_another_evaluator_is_kept_as_a_refusal() -> None:
     ("name", "processes", "questions"),
     [("kernelbench", 3, 3), ("flashinfer_bench", 1, 4), ("flashinfer_bench_tool", 1, 4)],
 )
-def test_a_process_is_new_for_every_verdict_or_kept_with_a_first_left_out(
+def test_a_process_is_new_or_kept_without_its_first_verdict(
     name: str, processes: int, questions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []

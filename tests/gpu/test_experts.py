@@ -166,7 +166,7 @@ def test_an_expert_is_right_in_its_whole_domain(
 
 
 @pytest.mark.parametrize("neighbours", [pytest.param(item, id=f"{item.name}-{item.dtype}") for item in EXPERT_ONLY])
-def test_an_expert_is_right_where_it_goes_beyond_the_naive_kernel(
+def test_an_expert_is_right_beyond_the_naive_kernel(
     neighbours: Neighbours, platform: str, judge: Callable[..., Verdict]
 ) -> None:
     assert_right(judge(neighbours.case(), kernel(neighbours.operator, Surface.CUDA, "expert", platform)), neighbours)

@@ -111,7 +111,7 @@ def test_a_kernel_for_the_cpu_is_not_judged_here(judge: Judge) -> None:
     assert judge(CASE, source).code is Code.SKIPPED_PLATFORM
 
 
-def test_a_case_that_does_not_fit_is_skipped_and_the_next_one_judged(judge: Judge, cuda: Make) -> None:
+def test_a_case_too_large_is_skipped_and_the_next_judged(judge: Judge, cuda: Make) -> None:
     verdict = judge(TOO_LARGE, cuda(HONEST))
     assert verdict.code is Code.SKIPPED_MEMORY, said(verdict)
     after = judge(CASE, cuda(HONEST))

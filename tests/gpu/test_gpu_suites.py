@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
-
 import on_gpu
+import pytest
 import test_gpu_a_a as a_a
 import test_gpu_corpus as corpus
 import test_gpu_references as references
@@ -108,7 +104,7 @@ def test_the_codes_of_a_report_are_in_the_rows(tmp_path: Path) -> None:
     assert on_gpu.kept_rows(rows, corpus.Result, without=lambda result: False) == results
 
 
-def test_published_reports_and_rows_are_read_with_codes_or_without() -> None:
+def test_published_rows_are_read_with_or_without_codes() -> None:
     published = corpus.ROOT / "results"
     of_report = corpus.results_of_report(published / "gpu-tests" / "junit.xml")
     of_rows = on_gpu.kept_rows(
@@ -177,7 +173,7 @@ def test_the_table_of_a_a_names_every_day_of_its_trials() -> None:
     )
 
 
-def test_the_table_of_references_says_who_is_within_three_percent() -> None:
+def test_reference_table_marks_those_within_three_percent() -> None:
     table = references.report_of([timed("gemm-2048", 1.05), timed("gemm-4096", 0.99)], "sm90")
     rows = [line for line in table.splitlines() if line.startswith("| gemm-")]
     assert [row.rpartition("| ")[2] for row in rows] == ["yes |", "no |"]
@@ -203,7 +199,7 @@ def test_the_table_of_verdict_times_has_its_targets() -> None:
 
 
 @pytest.mark.parametrize("name", on_gpu.OPERATORS)
-def test_an_operator_has_a_library_kernel_and_an_expert_behind_it(name: str) -> None:
+def test_an_operator_has_a_library_kernel_and_an_expert(name: str) -> None:
     first, *others = on_gpu.sources(name, "sm90")
     assert first.surface is Surface.PYTHON
     assert first.main is not None
@@ -218,7 +214,7 @@ def test_a_library_kernel_is_right(name: str, shape: tuple[int, ...]) -> None:
     case = make_case(name, shape, "fp32", "torch")
     chosen = operator(name)
     signature = chosen.signature(case)
-    inputs = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.regimes[0])
+    inputs = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.input_distributions[0])
     namespace: dict[str, Any] = {}
     exec((on_gpu.LIBRARY_KERNELS / f"{name}.py").read_text(), namespace)
     arguments: dict[str, Any] = {key: int(value) for key, value in signature.scalars.items()}

@@ -46,7 +46,7 @@ def said(verdict: Verdict) -> str:
 
 
 @pytest.mark.parametrize("operator", ["softmax", "add_norm", "layer_norm", "quantise"])
-def test_an_honest_cuda_kernel_is_accepted(operator: str, judge: Judge) -> None:
+def test_a_correct_cuda_kernel_is_accepted(operator: str, judge: Judge) -> None:
     need_nvcc()
     verdict = judge(case_of(operator), cuda(operator))
     assert verdict.scored, said(verdict)
@@ -56,7 +56,7 @@ def test_an_honest_cuda_kernel_is_accepted(operator: str, judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("operator", ["softmax", "quantise"])
-def test_an_honest_triton_kernel_is_accepted(operator: str, judge: Judge) -> None:
+def test_a_correct_triton_kernel_is_accepted(operator: str, judge: Judge) -> None:
     need_module("triton")
     verdict = judge(case_of(operator), triton(operator))
     assert verdict.scored, said(verdict)

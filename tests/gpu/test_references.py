@@ -64,7 +64,7 @@ def torch_on_the_gpu(platform: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_right_and_says_what_it_charged(case: KernelCase, platform: str) -> None:
+def test_it_is_right_and_reports_the_counted_time(case: KernelCase, platform: str) -> None:
     if reference(case.reference).limits(case, platform):
         pytest.skip(reference(case.reference).limits(case, platform))
     with torch.cuda.stream(torch.cuda.Stream()):

@@ -33,7 +33,7 @@ WATCHED = [
     make_case("conv2d", (1, 64, 1, 250, 128, 3, 1, 1), "fp16", "torch", layout="nhwc"),
 ]
 CASE = make_case("gemm", (768, 768, 768), "bf16", "torch", at_least=1e-4)
-Watch = Callable[..., Sanitized]
+Sanitize = Callable[..., Sanitized]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,7 +46,7 @@ def need_sanitizer() -> None:
 
 
 @pytest.fixture
-def watch(gate: Gate, platform: str, settings: GateSettings) -> Watch:
+def monitor(gate: Gate, platform: str, settings: GateSettings) -> Sanitize:
     """Run tools over a kernel, without the checks and the timing of a judgement."""
 
     def run(source: KernelSource, case: KernelCase, *tools: str) -> Sanitized:
@@ -54,7 +54,7 @@ def watch(gate: Gate, platform: str, settings: GateSettings) -> Watch:
         job = Job(
             surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, case=case, platform=platform
         )
-        return sanitize(job, tools, environment=gate._bench.place.environment, report=lambda tool, number: None)
+        return sanitize(job, tools, environment=gate._context.host.environment, report=lambda tool, number: None)
 
     return run
 
@@ -66,10 +66,10 @@ def defective(name: str) -> KernelSource:
 
 
 @pytest.mark.parametrize("case", WATCHED, ids=lambda case: case.id)
-def test_an_expert_is_clean(case: KernelCase, watch: Watch) -> None:
+def test_an_expert_is_clean(case: KernelCase, monitor: Sanitize) -> None:
     if case.operator not in EXPERTS or "expert" not in EXPERTS[case.operator].variants:
         pytest.skip(f"experts/{case.operator}/sm90-cuda has no expert")
-    found = watch(EXPERTS[case.operator].source("expert"), case, *SANITIZERS)
+    found = monitor(EXPERTS[case.operator].source("expert"), case, *SANITIZERS)
     assert found.by_tool == dict.fromkeys(SANITIZERS, CLEAN)
     assert found.notes == ()
 
@@ -83,8 +83,8 @@ def test_an_expert_is_clean(case: KernelCase, watch: Watch) -> None:
         ("divergent_barrier.cu", "synccheck", "Divergent thread(s) in block"),
     ],
 )
-def test_a_defect_is_found(name: str, tool: str, words: str, watch: Watch) -> None:
-    found = watch(defective(name), CASE, tool)
+def test_a_defect_is_found(name: str, tool: str, words: str, monitor: Sanitize) -> None:
+    found = monitor(defective(name), CASE, tool)
     (reason,) = found.reasons
     assert reason.code is Code.SANITIZER
     assert words in found.by_tool[tool]
@@ -92,8 +92,8 @@ def test_a_defect_is_found(name: str, tool: str, words: str, watch: Watch) -> No
     assert reason.evidence["case"] == "gemm-512x512x512-bf16"
 
 
-def test_a_kernel_that_refuses_the_small_shape_is_watched_at_its_own(watch: Watch) -> None:
-    found = watch(defective("own_shape_only.cu"), CASE, "memcheck")
+def test_a_kernel_refusing_the_small_shape_uses_its_own(monitor: Sanitize) -> None:
+    found = monitor(defective("own_shape_only.cu"), CASE, "memcheck")
     assert found.by_tool == {"memcheck": CLEAN}
     (note,) = found.notes
     assert "768 rows only" in note

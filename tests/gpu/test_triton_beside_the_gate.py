@@ -12,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "suites" / "gate_quality"))
-
 import on_gpu
+import pytest
 import test_gpu_references as references
+import torch
 import triton_do_bench
 from evaluators.process import ProcessEnded
 
@@ -30,7 +27,7 @@ CASE = make_case("gemm", (16, 24, 32), "fp32", "torch")
 PUBLISHED_ROWS = sorted((on_gpu.ROOT / "results" / "gate_quality").glob("references-sm90*.jsonl"))
 
 
-def test_do_bench_is_called_on_converted_inputs_with_its_defaults() -> None:
+def test_do_bench_gets_converted_inputs_and_its_defaults() -> None:
     trial = trial_of(CASE, "cpu", device="cpu")
     seen = {}
 
@@ -67,7 +64,7 @@ class FakeStream:
         self.said.append("leaves")
 
 
-def test_other_inputs_are_timed_one_after_the_other_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_inputs_are_timed_in_turn_on_their_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     trial = trial_of(CASE, "cpu", device="cpu")
     plain, seen, converted = trial.inputs["a"].clone(), list[torch.Tensor](), list[torch.Tensor]()
     stream: Any = FakeStream(monkeypatch)
@@ -94,12 +91,12 @@ def test_other_inputs_are_made_as_the_one_input_is(item: references.ReferenceToT
     shapes = {"gemm": (8, 16, 24), "topk": (4, 64, 8), "conv2d": (1, 4, 9, 9, 8, 3, 1, 1)}
     case = make_case(item.operator, shapes[item.operator], item.dtype or "fp32", "torch", **dict(item.options))
     trial, same = trial_of(case, "cpu", device="cpu"), trial_of(case, "cpu", device="cpu")
-    places = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in trial.inputs.items()}
+    positions = {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in trial.inputs.items()}
     triton_do_bench.refill(trial, case, TRIAL_SEED + 1)
-    assert not any(torch.equal(trial.inputs[name], same.inputs[name]) for name in places)
+    assert not any(torch.equal(trial.inputs[name], same.inputs[name]) for name in positions)
     triton_do_bench.refill(trial, case, TRIAL_SEED)
-    assert all(torch.equal(trial.inputs[name], same.inputs[name]) for name in places)
-    assert {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in trial.inputs.items()} == places
+    assert all(torch.equal(trial.inputs[name], same.inputs[name]) for name in positions)
+    assert {name: (tensor.data_ptr(), tensor.stride()) for name, tensor in trial.inputs.items()} == positions
 
 
 def test_a_cpu_has_no_stream() -> None:
@@ -196,7 +193,7 @@ def test_triton_on_inputs_and_a_stream_as_the_gates_decides() -> None:
 @pytest.mark.parametrize(
     ("chosen", "own", "agrees"), [("+benchmark", 0.2, "yes"), ("+benchmark", 0.18, "no"), ("", 0.2, "yes")]
 )
-def test_a_plan_that_was_searched_for_is_held_to_pytorchs_own_choice(chosen: str, own: float, agrees: str) -> None:
+def test_a_searched_plan_is_held_to_pytorchs_own_choice(chosen: str, own: float, agrees: str) -> None:
     times = {"variant_ms.nchw": f"{own:.5f}", "variant_ms.nchw+benchmark": "0.10000"}
     searched = msgspec.structs.replace(
         timed(1.0, 1.5, (1.5,)), published_ms=None, facts={"variant": f"nchw{chosen}", **times}
@@ -207,7 +204,7 @@ def test_a_plan_that_was_searched_for_is_held_to_pytorchs_own_choice(chosen: str
     assert searched.agrees is (agrees == "yes")
 
 
-def test_a_row_from_before_there_were_other_inputs_has_dashes_there(tmp_path: Path) -> None:
+def test_an_old_row_without_other_inputs_has_dashes(tmp_path: Path) -> None:
     row = timed(1.0, 1.01, (1.0,))
     written = msgspec.json.decode(msgspec.json.encode(row))
     del written["triton"]["others_ms"]

@@ -60,7 +60,7 @@ class FakeGate:
         self.platform = platform
         FakeGate.open_gates += 1
 
-    def judge(self, case, source, *, reference_source=None, platforms=()):
+    def judge(self, case, source, *, reference_source=None, platforms=(), precision=None):
         _, code, *speedup = source.files[0].text.partition("\\n")[0].split()
         timing = None
         if speedup:
@@ -96,7 +96,7 @@ def pytest_unconfigure(config):
 
 
 @pytest.fixture(autouse=True)
-def own_surroundings(
+def own_environment(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     """A cache that these tests share and nobody else, and none of the outer run's variables or slow plugins.

@@ -53,7 +53,7 @@ class FakeGate:
     def machine(self):
         return MACHINE
 
-    def judge(self, case, source, *, reference_source=None, platforms=()):
+    def judge(self, case, source, *, reference_source=None, platforms=(), precision=None):
         assert reference_source.label == "expert"
         said = source.files[0].text.partition("\\n")[0].split()
         code, speed = (Code(said[1]), float(said[2])) if "." in said[1] else (Code.SLOWER_THAN_REQUIRED, 0.1)
@@ -121,7 +121,7 @@ def asking(folder: Path) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def test_recovery_is_measured_replayed_and_compared_with_no_cards(pytestconfig: pytest.Config, folder: Path) -> None:
+def test_recovery_is_measured_replayed_and_compared(pytestconfig: pytest.Config, folder: Path) -> None:
     said = ablation(pytestconfig, folder, "test_roundtrip_recovery", *asking(folder))
     assert "2 passed" in said
     assert "roundtrip_recovery-cpu/klineage/gemm-1: step 1/3, $0.00 of $10.00, best 0.70x; this one 0.70x" in said
@@ -134,7 +134,7 @@ def test_recovery_is_measured_replayed_and_compared_with_no_cards(pytestconfig: 
     assert len(verdicts) == 5, "two kernels of each trial, and the root of both"
     assert msgspec.json.decode(verdicts[0])["verdict"]["timing"]["candidate_samples_ms"] == [1.0]
 
-    # Its replay needs neither the model nor the cards, judges anew, and leaves the table alone.
+    # Its replay needs neither the model nor the cards, judges again, and leaves the table alone.
     (folder / "skills").rename(folder / "gone")
     again = ablation(pytestconfig, folder, "test_roundtrip_recovery", "--klineage-llm=replay", "--steps=9")
     assert "2 passed" in again
@@ -151,9 +151,9 @@ def test_recovery_is_measured_replayed_and_compared_with_no_cards(pytestconfig: 
 
 
 def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> None:
-    nobody = ablation(pytestconfig, folder, "test_roundtrip_recovery", "-rs")
-    assert "2 skipped" in nobody
-    assert "needs a language model (--klineage-llm=exchange, anthropic or command)" in nobody
+    without_model = ablation(pytestconfig, folder, "test_roundtrip_recovery", "-rs")
+    assert "2 skipped" in without_model
+    assert "needs a language model (--klineage-llm=exchange, anthropic or command)" in without_model
     nothing = ablation(pytestconfig, folder, "test_generated_only", "-rs", "--klineage-llm=replay")
     assert "2 skipped" in nothing
     assert "gemm-1.jsonl is recorded" in nothing

@@ -38,7 +38,7 @@ def head(tmp_path: Path) -> Path:
 def test_the_older_version_lies_at_the_same_place(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     source = kernel(("k.cpp", "new"), ("k.h", "header"))
-    older = checkout.twin(source, head / "a")
+    older = checkout.base_kernel(source, head / "a")
     assert older is not None
     assert [file.text for file in older.files] == ["old a", "old header"]
     assert (older.entry, older.flags, older.label) == ("walk", ("-O2",), "mine")
@@ -47,15 +47,15 @@ def test_the_older_version_lies_at_the_same_place(head: Path) -> None:
 
 def test_of_equal_files_the_nearest_one_counts(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
-    found = [checkout.twin(kernel(("k.cpp", "new")), head / folder) for folder in ("a", "b")]
+    found = [checkout.base_kernel(kernel(("k.cpp", "new")), head / folder) for folder in ("a", "b")]
     assert [source.files[0].text for source in found if source is not None] == ["old a", "old b"]
 
 
 def test_a_file_that_the_base_has_not(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
-    assert checkout.twin(kernel(("fresh.cpp", "fresh")), head) is None
+    assert checkout.base_kernel(kernel(("fresh.cpp", "fresh")), head) is None
     (head.parent / "base" / "a" / "k.h").unlink()
-    older = checkout.twin(kernel(("k.cpp", "new"), ("k.h", "header")), head / "a")
+    older = checkout.base_kernel(kernel(("k.cpp", "new"), ("k.h", "header")), head / "a")
     assert older is not None
     assert [file.name for file in older.files] == ["k.cpp"]
 
@@ -63,13 +63,13 @@ def test_a_file_that_the_base_has_not(head: Path) -> None:
 def test_text_that_is_in_no_file(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     with pytest.raises(UsageError, match=r"no file of head has the name and the text of k\.cpp"):
-        checkout.twin(kernel(("k.cpp", "made up")), head)
+        checkout.base_kernel(kernel(("k.cpp", "made up")), head)
     module = KernelSource(surface=Surface.PYTHON, files=(), entry="run", module="package.module")
     with pytest.raises(UsageError, match="an installed module"):
-        checkout.twin(module, head)
+        checkout.base_kernel(module, head)
 
 
-def test_a_base_inside_of_the_head_and_hidden_folders_are_passed_over(head: Path) -> None:
+def test_nested_base_and_hidden_folders_are_ignored(head: Path) -> None:
     write(head, base__k_cpp="only base", venv__k_cpp="only venv")
     (head / "venv" / "pyvenv.cfg").touch()
     write(head / ".hidden", k_cpp="only hidden")
@@ -86,7 +86,7 @@ def test_a_checkout_stands_for_the_whole_repository(tmp_path: Path) -> None:
     write(tmp_path / "base", part__k_cpp="old")
     for name in ("head", "base"):
         (tmp_path / name / ".git").mkdir()
-    older = BaseCheckout(tmp_path / "head" / "part", tmp_path / "base").twin(kernel(("k.cpp", "new")), tmp_path)
+    older = BaseCheckout(tmp_path / "head" / "part", tmp_path / "base").base_kernel(kernel(("k.cpp", "new")), tmp_path)
     assert older is not None
     assert older.files[0].text == "old"
 
@@ -101,4 +101,4 @@ def test_what_is_no_base(head: Path) -> None:
 def test_a_base_that_is_no_text(head: Path) -> None:
     (head.parent / "base" / "a" / "k.cpp").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"the base's k\.cpp cannot be read"):
-        BaseCheckout(head, head.parent / "base").twin(kernel(("k.cpp", "new")), head / "a")
+        BaseCheckout(head, head.parent / "base").base_kernel(kernel(("k.cpp", "new")), head / "a")

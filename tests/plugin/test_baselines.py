@@ -9,7 +9,7 @@ import pytest
 
 from pytest_klineage.cli.main import main
 from pytest_klineage.records import from_json
-from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
 from pytest_klineage.results.baselines import read_baseline
 
 GEMM = """
@@ -127,7 +127,7 @@ def pinned(suite: Path) -> Path:
     return suite / "results" / "baselines" / "cpu" / "pretended-cpu" / "main.json"
 
 
-def outcomes(suite: Path) -> dict[str, Outcome]:
+def outcomes(suite: Path) -> dict[str, ComparisonOutcome]:
     """What the newest run found, by test."""
     path = max(suite.glob("results/runs/*/comparisons.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     found = [from_json(line, Comparison) for line in path.read_bytes().splitlines()]
@@ -152,7 +152,7 @@ def test_a_run_is_pinned_and_the_next_one_is_as_before(
             "2 same",
         ]
     )
-    assert set(outcomes(suite).values()) == {Outcome.SAME}
+    assert set(outcomes(suite).values()) == {ComparisonOutcome.SAME}
 
 
 def test_a_slower_kernel_fails_its_own_test(suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:
@@ -171,12 +171,12 @@ def test_a_slower_kernel_fails_its_own_test(suite: Path, pytester: pytest.Pytest
             "FAILED test_kernels.py::test_one*",
         ]
     )
-    assert outcomes(suite) == {"test_one": Outcome.SLOWER, "test_two": Outcome.SAME}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER, "test_two": ComparisonOutcome.SAME}
     assert "compared with baseline" in (suite / "report.xml").read_text()
 
 
 @pytest.mark.parametrize("second", ["2.0", "2.2"])
-def test_a_change_that_a_second_judgement_does_not_see_is_none(
+def test_a_change_needs_the_second_judgement(
     suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...], second: str
 ) -> None:
     pytester.runpytest("--klineage-save=main")
@@ -186,17 +186,17 @@ def test_a_change_that_a_second_judgement_does_not_see_is_none(
     result.stdout.fnmatch_lines(
         ["2 unclear", "*one: unclear: 0.900x *, not confirmed; judged once more*", "*next: quieten *"]
     )
-    assert set(outcomes(suite).values()) == {Outcome.UNCLEAR}
+    assert set(outcomes(suite).values()) == {ComparisonOutcome.UNCLEAR}
 
 
 def test_a_kernel_that_breaks_when_judged_once_more_is_broken(suite: Path, pytester: pytest.Pytester) -> None:
     pytester.runpytest("--klineage-save=main")
     write(suite, one="accepted.faster 1.8 0")
     pytester.runpytest("--klineage-compare=main", FAIL).assert_outcomes(passed=1, failed=1)
-    assert outcomes(suite) == {"test_one": Outcome.BROKEN, "test_two": Outcome.SAME}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.BROKEN, "test_two": ComparisonOutcome.SAME}
 
 
-def test_a_change_has_to_hold_against_both_judgements_that_were_pinned(
+def test_a_change_must_hold_against_both_pinned_judgements(
     suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]
 ) -> None:
     write(suite, one="accepted.faster 2.0 1.8", two="accepted.faster 3.0 2.9")
@@ -210,7 +210,7 @@ def test_a_change_has_to_hold_against_both_judgements_that_were_pinned(
     result.stdout.fnmatch_lines(
         ["*one: unclear: 0.900x *, and 1.000x *of the second", "*judgement that was pinned: not the same"]
     )
-    assert outcomes(suite) == {"test_one": Outcome.UNCLEAR, "test_two": Outcome.SLOWER}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.UNCLEAR, "test_two": ComparisonOutcome.SLOWER}
 
 
 def test_advice_fails_nothing(suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]) -> None:
@@ -235,15 +235,15 @@ def test_the_margin_is_the_users(suite: Path, pytester: pytest.Pytester, allowed
         (
             "PRETENDED_CPU",
             "Other CPU",
-            Outcome.OTHER_DEVICE,
+            ComparisonOutcome.OTHER_DEVICE,
             "*pinned on Pretended CPU (cpu); this is Other CPU (cpu)*",
         ),
-        ("PRETENDED_TORCH", "2.14", Outcome.OTHER_REFERENCE, "*torch 2.13 then, 2.14 now*"),
+        ("PRETENDED_TORCH", "2.14", ComparisonOutcome.OTHER_REFERENCE, "*torch 2.13 then, 2.14 now*"),
     ],
 )
 def test_what_does_not_compare_is_refused(
-    suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, value: str, outcome: Outcome,
-    line: str,
+    suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, name: str, value: str,
+    outcome: ComparisonOutcome, line: str,
 ) -> None:  # fmt: skip
     pytester.runpytest("--klineage-save=main")
     monkeypatch.setenv(name, value)
@@ -268,7 +268,7 @@ def test_a_new_kernel_passes_and_a_broken_one_fails(suite: Path, pytester: pytes
     write(suite, one="wrong_value.mismatch")
     result = pytester.runpytest("--klineage-compare=main", FAIL, "--klineage-mode=record")
     result.assert_outcomes(passed=1, failed=1)
-    assert outcomes(suite) == {"test_one": Outcome.BROKEN, "test_two": Outcome.NEW}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.BROKEN, "test_two": ComparisonOutcome.NEW}
 
 
 def test_only_what_may_be_pinned_is(suite: Path, pytester: pytest.Pytester) -> None:
@@ -335,7 +335,7 @@ def test_changed_kernels_are_judged_against_the_base(
             "  0.800x [[]0.792, 0.808] of the speed of the base, all of it below 0.97 to 1.03; judged once more *",
         ]
     )
-    assert outcomes(suite) == {"test_one": Outcome.SLOWER, "test_two": Outcome.UNCHANGED}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER, "test_two": ComparisonOutcome.UNCHANGED}
     result.stdout.fnmatch_lines(["geomean * over 2 of 2 scored"])
 
 
@@ -343,23 +343,23 @@ def test_a_change_against_the_base_needs_two_judgements(suite: Path, pytester: p
     write(suite / "base")
     write(suite, one="accepted.faster 1.0 2.0", two="accepted.faster 1.0 1.1")
     pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=1, failed=1)
-    assert outcomes(suite) == {"test_one": Outcome.UNCLEAR, "test_two": Outcome.SLOWER}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.UNCLEAR, "test_two": ComparisonOutcome.SLOWER}
 
 
 def test_a_faster_kernel_a_new_one_and_a_base_that_is_broken(suite: Path, pytester: pytest.Pytester) -> None:
     write(suite / "base", one="accepted.faster 1.0", two="build_error.compile")
     pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=2)
-    assert outcomes(suite) == {"test_one": Outcome.FASTER, "test_two": Outcome.BASE_FAILED}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.FASTER, "test_two": ComparisonOutcome.BASE_FAILED}
     (suite / "base" / "one.cpp").unlink()
     pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=2)
-    assert outcomes(suite)["test_one"] is Outcome.NEW
+    assert outcomes(suite)["test_one"] is ComparisonOutcome.NEW
 
 
 def test_a_kernel_that_is_wrong_is_not_judged_twice(suite: Path, pytester: pytest.Pytester) -> None:
     write(suite / "base")
     write(suite, one="wrong_value.mismatch")
     pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=1, failed=1)
-    assert outcomes(suite) == {"test_one": Outcome.SKIPPED, "test_two": Outcome.UNCHANGED}
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SKIPPED, "test_two": ComparisonOutcome.UNCHANGED}
 
 
 def test_base_and_baseline_in_one_run(suite: Path, pytester: pytest.Pytester) -> None:
@@ -404,7 +404,7 @@ def test_the_real_gate_compares_with_a_baseline_and_with_a_base(
     assert (against_main.against, against_base.against) == ("main", "base")
     assert against_base.verdict is not None
     assert against_base.verdict.reference["label"] == "good (base)"
-    assert against_base.outcome in (Outcome.SLOWER, Outcome.UNCLEAR)
+    assert against_base.outcome in (ComparisonOutcome.SLOWER, ComparisonOutcome.UNCLEAR)
     for comparison in (against_main, against_base):
         assert comparison.ratio is not None
         assert comparison.new is not None

@@ -78,11 +78,17 @@ def test_a_failure_is_a_failure_though_something_waits(pytester: pytest.Pytester
     assert pytester.runpytest_subprocess().ret == pytest.ExitCode.TESTS_FAILED
 
 
-@pytest.mark.parametrize("value", ["remote", "batch", "batch:", "local:here"])
+@pytest.mark.parametrize("value", ["remote", "batch", "batch:", "local:here", "ray:", "ray://", "ray://a/b"])
 def test_other_executors_are_refused(pytester: pytest.Pytester, value: str) -> None:
     result = pytester.runpytest_subprocess(f"--klineage-executor={value}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*is not one of: local, batch:DIR*"])
+
+
+def test_a_product_is_chosen_in_a_cluster_only(pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess(*OPTIONS, "--klineage-gpu-product=H200")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--klineage-gpu-product chooses among the nodes of --klineage-executor=ray"])
 
 
 def test_a_baseline_is_not_pinned_elsewhere(pytester: pytest.Pytester) -> None:

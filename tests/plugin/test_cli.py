@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage import __version__
-from pytest_klineage.cli.doctor import Finding, cpu_ready, examine, finding_lines
+from pytest_klineage.cli.doctor import MachinePart, cpu_ready, examine, finding_lines
 from pytest_klineage.cli.main import RECORDS, main
 
 
@@ -164,9 +164,9 @@ def test_doctor_does_not_import_torch() -> None:
 
 def test_findings_as_text() -> None:
     findings = [
-        Finding("python", True, "3.11", needed=True),
-        Finding("torch", False, "not installed", needed=True, remedy="pip install torch"),
-        Finding("nvcc", False, "not on PATH"),
+        MachinePart("python", True, "3.11", needed=True),
+        MachinePart("torch", False, "not installed", needed=True, remedy="pip install torch"),
+        MachinePart("nvcc", False, "not on PATH"),
     ]
     assert not cpu_ready(findings)
     assert cpu_ready([findings[0], findings[2]])

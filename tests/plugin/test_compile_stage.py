@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import MissingDependency
+from pytest_klineage.records import GPU_PLATFORMS
 from pytest_klineage.surfaces.toolkit import find_disassembler, find_toolkit
 
 TEST = """
@@ -133,7 +134,7 @@ def test_a_cuda_kernel_is_skipped_on_a_cpu(pytester: pytest.Pytester, kernels: P
     write(kernels, "fill.cu")
     result = pytester.runpytest_subprocess(STAGE, "--klineage-platform=cpu", "-rs")
     result.assert_outcomes(skipped=1)
-    result.stdout.fnmatch_lines(["*skipped.platform: a cuda kernel does not run on cpu, only on sm90, sm120*"])
+    result.stdout.fnmatch_lines(["*skipped.platform: a cuda kernel does not run on cpu, only on sm80, *sm120*"])
 
 
 def test_without_nvcc_a_cuda_kernel_is_skipped(
@@ -147,7 +148,7 @@ def test_without_nvcc_a_cuda_kernel_is_skipped(
 
 
 @needs_nvcc
-@pytest.mark.parametrize("platform", ["sm90", "sm120"])
+@pytest.mark.parametrize("platform", GPU_PLATFORMS)
 def test_a_cuda_kernel_is_built_without_a_device(pytester: pytest.Pytester, kernels: Path, platform: str) -> None:
     write(kernels, "fill.cu", arguments=", max_spills=0")
     options = (STAGE, f"--klineage-platform={platform}", "--klineage-json=out.json")

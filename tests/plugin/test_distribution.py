@@ -132,7 +132,7 @@ def test_auto_is_the_number_of_gpus_on_a_gpu_platform(
     assert len(devices(two_gpus)) == min(expected, 3)
 
 
-def test_auto_stays_what_the_user_or_a_stage_that_only_builds_wants(
+def test_auto_respects_the_user_and_the_compile_stage(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu(index=0, uuid=FIRST, name="NVIDIA H200", capability="9.0")

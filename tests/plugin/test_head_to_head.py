@@ -45,7 +45,7 @@ class FakeGate:
     def machine(self):
         return MACHINE
 
-    def judge(self, case, source, *, reference_source=None, platforms=()):
+    def judge(self, case, source, *, reference_source=None, platforms=(), precision=None):
         assert reference_source is None
         said = source.files[0].text.partition("\\n")[0].split()
         known = len(said) > 1 and "." in said[1]
@@ -133,7 +133,7 @@ def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, fo
     verdicts = (base / "cpu.verdicts.jsonl").read_bytes().splitlines()
     assert msgspec.json.decode(verdicts[0])["verdict"]["timing"]["candidate_samples_ms"] == [1.0]
 
-    # Without a model what is recorded is replayed: judged anew, the tables compared, nothing written.
+    # Without a model what is recorded is replayed: judged again, the tables compared, nothing written.
     files = {path: path.read_bytes() for path in base.rglob("*") if path.is_file()}
     again = suite(pytestconfig, folder, "suites/head_to_head")
     assert "4 passed" in again, again
@@ -145,9 +145,7 @@ def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, fo
     assert "1 failed, 3 passed" in suite(pytestconfig, folder, "suites/head_to_head")
 
 
-def test_what_is_recorded_is_left_alone_resumed_and_judged_in_the_main_tier(
-    pytestconfig: pytest.Config, folder: Path
-) -> None:
+def test_recorded_runs_are_kept_resumed_and_judged(pytestconfig: pytest.Config, folder: Path) -> None:
     only = "--methods=generated-only"
     path = folder / "results" / "head_to_head" / "cpu" / "generated-only" / "topk-1.jsonl"
     assert "1 passed" in suite(pytestconfig, folder, *asking(folder, only))

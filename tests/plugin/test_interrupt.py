@@ -32,6 +32,7 @@ HANGS = """
 #include "klineage.h"
 extern "C" int run(const klineage_call *call) { for (volatile int i = 0;; i = i + 1) {} return 0; }
 """
+RECORDS = "results/runs/*/records.jsonl"
 TOKEN = "KLINEAGE_TEST_OF_INTERRUPT"
 
 
@@ -85,12 +86,14 @@ def test_ctrl_c_leaves_records_and_no_processes(
     command = [sys.executable, "-m", "pytest", *workers, *quick]
     with interruptible(command, kernels, token) as process:
         assert wait_for((kernels / "second").exists, 90), "the second test never began"
+        # xdist's controller, which records, reads the first test's report after the second test has begun.
+        assert wait_for(lambda: any(kernels.glob(RECORDS)), 30), "the first verdict was never recorded"
         time.sleep(after_s)
         os.killpg(process.pid, signal.SIGINT)
         text, _ = process.communicate(timeout=30)
         assert wait_for(lambda: not descendants(token), 10), descendants(token)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, text
     assert "KeyboardInterrupt" in text
-    (path,) = kernels.glob("results/runs/*/records.jsonl")
+    (path,) = kernels.glob(RECORDS)
     assert [record.nodeid.partition("::")[2] for record in read_run(path).records] == ["test_first"], text
     assert "over 1 of 1 scored" in text

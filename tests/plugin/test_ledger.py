@@ -220,7 +220,7 @@ def test_a_test_that_is_interrupted_keeps_its_verdicts(fake_gate: Path, pytester
     assert len(read_run(only_run(fake_gate)).records) == 1
 
 
-def test_a_store_that_cannot_be_written_costs_a_message_and_nothing_else(
+def test_an_unwritable_store_costs_only_a_message(
     fake_gate: Path, pytester: pytest.Pytester, processes: tuple[str, ...], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -322,3 +322,20 @@ def test_the_gate_is_closed_when_the_session_ends(fake_gate: Path, pytester: pyt
         """
     )
     pytester.runpytest().assert_outcomes(passed=1)  # the pretended gate counts the open ones when pytest ends
+
+
+def test_a_screening_is_not_taken_into_a_run_store(fake_gate: Path, pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import msgspec
+        import pytest
+        from pytest_klineage import UsageError, kernel_case
+
+        @kernel_case((8, 8, 8), "fp32", op="gemm")
+        def test_a(kernel_gate, klineage_session):
+            screened = msgspec.structs.replace(kernel_gate("fast.cpp"), screened=1.0)
+            with pytest.raises(UsageError, match="is a screening: judge it in full"):
+                klineage_session.remember("a", screened)
+        """
+    )
+    pytester.runpytest().assert_outcomes(passed=1)

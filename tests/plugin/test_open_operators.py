@@ -155,7 +155,8 @@ SUITE = (
 @kernel_case((33, 40), "fp32", op=softmax, also=[(1, 7), (3, 91)], **EASY)
 def test_native(kernel_gate):
     verdict = kernel_gate("softmax.cpp")
-    assert {check.regime for check in verdict.checks} >= {"well_conditioned", "one_element_changed", "shifted"}
+    checked = {check.input_distribution for check in verdict.checks}
+    assert checked >= {"well_conditioned", "one_element_changed", "shifted"}
     assert {tuple(check.shape.values()) for check in verdict.checks} == {(), (1, 7), (3, 91)}
     assert verdict.reference["label"] == "the definition, eager"
 
@@ -225,6 +226,10 @@ def test_operators_of_a_test_file_are_judged(
     assert verdicts["test_in_place_python[elsewhere]"].status is Status.WRONG_SHAPE
     definition = verdicts["test_native"].case.definition
     assert definition is not None
+    floor = verdicts["test_native"].floor
+    assert floor is not None
+    assert (floor.limit, floor.product, floor.ms > 0) == ("bytes", "", True)
+    assert verdicts["test_in_place_python[elsewhere]"].floor is None
     assert definition.source == "test_own.py:softmax"
     assert definition == verdicts["test_sweep[5x12]"].case.definition
 

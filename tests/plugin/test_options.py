@@ -17,6 +17,8 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "sanitize": ("memcheck,racecheck", ["memcheck,racecheck"]),
     "platform": ("cpu", "cpu"),
     "executor": ("batch:asked", "batch:asked"),
+    "priority": ("10", 10),
+    "gpu-product": ("H200", "H200"),
     "mode": ("record", "record"),
     "stage": ("compile", "compile"),
     "artifacts": ("some/built", "some/built"),
@@ -54,12 +56,14 @@ SAMPLES: dict[str, tuple[str, Any]] = {
     "command": ("ask", "ask"),
     "exchange": ("some/asked", "some/asked"),
     "trajectories": ("some/kept", "some/kept"),
+    "screen": ("true", True),
     "resume": ("gemm/1", "gemm/1"),
 }
 BAD = {
     "compare-fail": ("3%", "'3%' is not of the form slower:3%, with a percentage above 0 and below 100"),
     "sanitize": ("memchek", "'memchek' is not one of: memcheck, racecheck, initcheck, synccheck, all"),
-    "executor": ("remote", "'remote' is not one of: local, batch:DIR"),
+    "executor": ("remote", "'remote' is not one of: local, batch:DIR, ray[[]://HOST:PORT]"),
+    "priority": ("high", "'high' is not a whole number"),
     "mode": ("strict", "'strict' is not one of: gate, record"),
     "stage": ("link", "'link' is not one of: all, compile"),
     "llm": ("oracle", "'oracle' is not one of: none, anthropic, command, exchange, replay"),
@@ -75,7 +79,10 @@ BAD = {
     "run": ("", "must not be empty"),
 }
 UNKNOWN = {
-    "platform": ("sm91", "unknown platform 'sm91'. Did you mean 'sm90'? Valid: auto, cpu, sm120, sm90."),
+    "platform": (
+        "sm91",
+        "unknown platform 'sm91'. Did you mean 'sm90'? Valid: auto, cpu, sm100, sm103, sm120, sm80, sm86, sm89, sm90.",
+    ),
     "policy": ("pared", "unknown timing policy 'pared'. Did you mean 'paired'? Valid: *paired*paper*"),
     "also-policy": ("papers", "unknown timing policy 'papers'. Did you mean 'paper'?*"),
 }
@@ -131,7 +138,7 @@ def test_defaults_leave_the_gates_own_alone(pytester: pytest.Pytester) -> None:
     assert settings.results == pytester.path / "results"
 
 
-def test_an_option_without_a_value_has_an_ini_twin_that_says_yes_or_no(pytester: pytest.Pytester) -> None:
+def test_a_flag_has_a_boolean_ini_option(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nklineage_fail_skipped = no\n")
     assert not read_settings(pytester.parseconfig()).fail_skipped
     assert read_settings(pytester.parseconfig("--klineage-fail-skipped")).fail_skipped
@@ -181,7 +188,7 @@ def test_an_unknown_name_is_a_usage_error_before_collection(pytester: pytest.Pyt
 
 
 @pytest.mark.parametrize("name", ["sm90", "sm120"])
-def test_a_platform_without_its_gpu_is_a_usage_error_before_collection(
+def test_a_platform_without_its_gpu_is_a_usage_error(
     pytester: pytest.Pytester, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "gpus", lambda: ())

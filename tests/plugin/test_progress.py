@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-JUDGE = """    def judge(self, case, source, *, reference_source=None, platforms=()):
+JUDGE = """    def judge(self, case, source, *, reference_source=None, platforms=(), precision=None):
         steps = [gate.Progress(stage="build", message="building it")]
         steps += [gate.Progress(stage="time", message="1.92x +-3.1 %", done=40 + n, total=200) for n in range(8)]
         for step in steps:

@@ -181,9 +181,7 @@ def test_python_kernels_that_cannot_run_say_why(
     result.stdout.no_fnmatch_line('*extern "C"*')
 
 
-def test_an_unwritable_cache_is_told_as_what_it_is(
-    kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...]
-) -> None:
+def test_an_unwritable_cache_is_reported(kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...]) -> None:
     (kernels / "cache").write_text("a file")
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_subprocess("-k", "test_good", *quick, "--klineage-cache-dir=cache")

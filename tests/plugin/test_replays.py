@@ -17,20 +17,24 @@ QUICK = (
     "--klineage-busy-limit=1",
     "--klineage-spread-limit=1e6",
 )
+NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
     ("suite", "chosen"),
     [
         pytest.param("suites/admission/test_lift.py", "replayed_lift", id="cards"),
-        pytest.param("suites/admission/test_admission.py", "replayed_trial and (weight or cache)", id="trials"),
-        pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage"),
+        pytest.param("suites/admission/test_admission.py", "replayed_trial and weight", id="trials"),
+        pytest.param("suites/admission/test_admission.py", "replayed_trial and cache", id="more-trials", marks=NIGHTLY),
+        pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage", marks=NIGHTLY),
         pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or gdn-1 or table", id="recovery"),
         pytest.param("suites/ablations/test_generated_only.py", "fmha-2 or table", id="without-cards"),
+        pytest.param("suites/head_to_head", "accelopt-conv2d-2 or tables", id="head-to-head"),
         pytest.param(
             "suites/head_to_head",
-            "klineage-topk-1 or generated-only-conv2d-1 or adaexplore-topk-3 or accelopt-conv2d-2 or tables",
-            id="head-to-head",
+            "klineage-topk-1 or generated-only-conv2d-1 or adaexplore-topk-3",
+            id="other-methods",
+            marks=NIGHTLY,
         ),
     ],
 )

@@ -248,7 +248,7 @@ def test_a_missing_descriptor_is_a_bad_frame(pair: Pair) -> None:
         there.take_fd()
 
 
-def test_descriptors_nobody_took_are_closed_with_the_channel(pair: Pair) -> None:
+def test_unclaimed_descriptors_close_with_the_channel(pair: Pair) -> None:
     here, there = pair
     read_fd, write_fd = os.pipe()
     here.send(Note("a pipe"), [write_fd])

@@ -31,7 +31,7 @@ def test_kinds_stand_below_their_parent(kind: type[Exception], parent: type[Exce
     assert issubclass(kind, parent)
 
 
-def test_misuse_and_our_own_faults_are_told_apart() -> None:
+def test_misuse_and_our_own_faults_are_distinguished() -> None:
     assert not issubclass(errors.HarnessError, errors.UsageError)
     assert not issubclass(errors.MissingDependency, (errors.UsageError, errors.HarnessError))
 

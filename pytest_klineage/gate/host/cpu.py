@@ -1,4 +1,4 @@
-"""The machine that is measured on: its platform, its CPU, and how busy others keep it. GPUs are in gpus.py."""
+"""The machine that is measured on: its CPU, and how busy others keep it. GPUs are in gpus.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pytest_klineage.gate.host.locks import machine_lock as machine_lock  # callers know it by this place
-from pytest_klineage.records import Machine, platform_name
+from pytest_klineage.records import Machine
 
 DEFAULT_CACHE_BYTES = 32 << 20
 """Assumed size of the last-level cache where the system does not say."""
@@ -34,19 +34,6 @@ INTEGER_UNITS = {"avx_vnni": 128, "avx512_vnni": 256, "amx_int8": 2048}
 """The same for short integers."""
 PEAK_BYTES_PER_CORE = 1.0e12
 """More than any core reads from its cache per second."""
-
-
-def resolve_platform(name: str) -> str:
-    """The canonical platform; "auto" takes that of the first visible GPU that can be judged on, else cpu.
-
-    Raises UnknownName, and UsageError when "auto" cannot tell which GPUs are visible.
-    """
-    if name.lower() != "auto":
-        return platform_name(name)
-    # GPUs are looked for only when nobody has named the platform.
-    from pytest_klineage.gate.host.gpus import best_platform
-
-    return best_platform()
 
 
 def usable_cores() -> int:

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.gate.host.cpu import usable_cores
 from pytest_klineage.gate.host.nvml import Nvml, open_nvml, smi_rows
 from pytest_klineage.records import Machine
 from pytest_klineage.records.device import Gpu
+from pytest_klineage.records.platform import gpu_platform, gpu_platforms
 
-CAPABILITIES = {"9.0": "sm90", "12.0": "sm120"}
-"""Compute capabilities and the platforms that they are. sm_90a and sm_120a code runs on these and on no other."""
-LEAST_DRIVER = 580
-"""The first branch of the driver that runs CUDA 13."""
-LEAST_CUDA = 13
-"""The same with NVIDIA's forward-compatibility package: an older driver that says it runs CUDA 13."""
-L2_MIB = {
-    "NVIDIA H200": 60, "NVIDIA GH200": 60, "NVIDIA H100": 50, "NVIDIA RTX PRO 6000 Blackwell": 128,
-    "NVIDIA GeForce RTX 5090": 96, "NVIDIA GeForce RTX 5080": 64,
-}  # fmt: skip
-"""L2 cache by how a product's name begins: NVML does not tell it, and asking CUDA takes a context."""
+LEAST_DRIVER = 570
+"""The first branch of the driver that runs CUDA 12.8: its functions are all that is asked of it."""
+LEAST_CUDA = (12, 8)
+"""The same with NVIDIA's forward-compatibility package: an older driver that says it runs CUDA 12.8."""
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 SMI_FIELDS = (
     "index", "uuid", "name", "compute_cap", "memory.total", "driver_version", "mig.mode.current", "persistence_mode",
@@ -74,7 +69,7 @@ def visible_gpus(found: Sequence[Gpu], environment: Mapping[str, str]) -> tuple[
 
 def platform_of(gpu: Gpu) -> str:
     """The platform that a GPU is, or nothing."""
-    return CAPABILITIES.get(gpu.capability, "")
+    return next((item.name for item in gpu_platforms().values() if item.capability == gpu.capability), "")
 
 
 def unfit(gpu: Gpu) -> str:
@@ -84,12 +79,27 @@ def unfit(gpu: Gpu) -> str:
             f"{gpu.name} is cut into MIG instances, which share clocks and power with their neighbours; "
             f"undo it with `sudo nvidia-smi -i {gpu.index} -mig 0`"
         )
-    if _number(gpu.driver) < LEAST_DRIVER and _number(gpu.cuda) < LEAST_CUDA:
+    if numbers(gpu.driver) < (LEAST_DRIVER,) and numbers(gpu.cuda) < LEAST_CUDA:
         return (
-            f"the driver {gpu.driver or '(unknown)'} of {gpu.name} does not run CUDA {LEAST_CUDA}; "
+            f"the driver {gpu.driver or '(unknown)'} of {gpu.name} does not run CUDA {'.'.join(map(str, LEAST_CUDA))}; "
             f"install driver {LEAST_DRIVER} or newer"
         )
     return ""
+
+
+def check_toolchain(gpu: Gpu, toolchain: str) -> None:
+    """Raise MissingDependency when what a toolchain has built does not start under this GPU's driver.
+
+    A program of one major version of CUDA runs on drivers of that version and of later ones, and on no earlier.
+    """
+    nvcc, cuda = re.search(r"\bnvcc ([\d.]+)", toolchain), numbers(gpu.cuda)[:1]
+    if nvcc is None or not cuda or numbers(nvcc[1])[:1] <= cuda:
+        return
+    raise MissingDependency(
+        f"a toolkit for the driver {gpu.driver} of {gpu.name}, which runs CUDA {gpu.cuda} and not what nvcc {nvcc[1]} "
+        "builds,",
+        f"apt-get install cuda-toolkit-{cuda[0]}-8   (and export CUDA_HOME=/usr/local/cuda-{cuda[0]}.8)",
+    )
 
 
 def best_platform() -> str:
@@ -99,16 +109,14 @@ def best_platform() -> str:
 
 def gpus_for(name: str) -> tuple[Gpu, ...]:
     """The visible GPUs of a platform, in CUDA's order; at least one. Raises NoGpu, UnknownName."""
-    wanted = next((capability for capability, known in CAPABILITIES.items() if known == name), None)
-    if wanted is None:
-        raise UnknownName("GPU platform", name, CAPABILITIES.values())
+    wanted = gpu_platform(name).capability
     seen = gpus()
     if not seen:
         raise NoGpu(f"platform {name} needs a GPU of compute capability {wanted}; {_nothing_seen()}")
     matching = [gpu for gpu in seen if gpu.capability == wanted]
     if not matching:
         there = ", ".join(dict.fromkeys(f"{architecture(gpu)} {gpu.name}" for gpu in seen))
-        others = [known for known in CAPABILITIES.values() if any(platform_of(gpu) == known for gpu in seen)]
+        others = [known for known in gpu_platforms() if any(platform_of(gpu) == known for gpu in seen)]
         instead = " or ".join([*others, "cpu"])
         raise NoGpu(f"{name} asked, this machine has {there}; take another machine, or --klineage-platform {instead}")
     fit = tuple(gpu for gpu in matching if not unfit(gpu))
@@ -118,7 +126,7 @@ def gpus_for(name: str) -> tuple[Gpu, ...]:
 
 
 def choose_gpu(name: str) -> Gpu:
-    """The first visible GPU of a platform, "sm90" or "sm120". Raises NoGpu when there is none."""
+    """The first visible GPU of a platform, such as "sm90". Raises NoGpu when there is none."""
     return gpus_for(name)[0]
 
 
@@ -147,7 +155,8 @@ def describe_gpu(gpu: Gpu, software: dict[str, str], settings: dict[str, str]) -
 
 def l2_bytes(name: str) -> int:
     """Size of the L2 cache of a product, 0 when it is not in our table."""
-    return next((size << 20 for product, size in L2_MIB.items() if name.startswith(product)), 0)
+    known = next((row for item in gpu_platforms().values() if (row := item.product(name))), None)
+    return known.l2_mib << 20 if known else 0
 
 
 def _named(word: str, found: Sequence[Gpu]) -> Gpu | None:
@@ -208,7 +217,6 @@ def _from_smi() -> Iterator[Gpu]:
             )
 
 
-def _number(version: str) -> int:
-    """The first part of a version, 0 when there is none."""
-    first = version.partition(".")[0]
-    return int(first) if first.isdecimal() else 0
+def numbers(version: str) -> tuple[int, ...]:
+    """The parts of a version, such as (12, 8); empty when there are none."""
+    return tuple(map(int, re.findall(r"\d+", version)))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_klineage.gate.findings import Peaks, busy_reason
+from pytest_klineage.gate.findings import busy_reason
 from pytest_klineage.gate.host.cpu import (
     PEAK_BYTES_PER_CORE,
     LoadMeter,
@@ -19,27 +19,25 @@ from pytest_klineage.gate.host.cpu import (
     flush_size,
     peak_flops_per_core,
 )
-from pytest_klineage.gate.host.gpus import choose_gpu, describe_gpu
+from pytest_klineage.gate.host.gpus import check_toolchain, choose_gpu, describe_gpu
 from pytest_klineage.gate.host.monitor import GpuMeter
 from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
 from pytest_klineage.gate.host.nvml import open_nvml
 from pytest_klineage.gate.host.threads import Binding, binding_here
-from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Reason
+from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Peaks, Reason, gpu_platform
 
 GPU_FLUSH_BYTES = 256 << 20
 """What Triton's do_bench writes between two calls: four times the L2 of an H200."""
-GPU_PEAKS = Peaks(flops=4.0e15, bytes=12.0e12)
-"""Sparse fp8 at twice the H200's rate, and more than twice its memory's: no GPU of these platforms is faster."""
 
 
-class DeviceMemory(NamedTuple):
+class MemoryInfo(NamedTuple):
     """Memory of a GPU: what nobody holds, and all of it."""
 
     free_bytes: int
     total_bytes: int
 
 
-class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """What was seen beside a timing."""
 
     foreign_load: float = 0.0
@@ -59,7 +57,7 @@ class Surroundings(msgspec.Struct, frozen=True, kw_only=True):
         return (note,) if note else ()
 
 
-class Watch(ABC):
+class DeviceMonitor(ABC):
     """Looks at a place while something is timed there; a context manager."""
 
     @abstractmethod
@@ -67,10 +65,10 @@ class Watch(ABC):
         """Take a reading, between two timed blocks."""
 
     @abstractmethod
-    def finish(self) -> Surroundings:
+    def finish(self) -> Environment:
         """What was seen."""
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> DeviceMonitor:
         return self
 
     def __exit__(
@@ -82,7 +80,7 @@ class Watch(ABC):
         """Let go of what was opened."""
 
 
-class CpuWatch(Watch):
+class CpuMonitor(DeviceMonitor):
     """Counts the CPU time of other processes."""
 
     def __init__(self) -> None:
@@ -91,12 +89,12 @@ class CpuWatch(Watch):
     def sample(self) -> None:
         """Nothing: the system keeps the count."""
 
-    def finish(self) -> Surroundings:
+    def finish(self) -> Environment:
         """The share of others."""
-        return Surroundings(foreign_load=self._meter.foreign_share())
+        return Environment(foreign_load=self._meter.foreign_share())
 
 
-class GpuWatch(Watch):
+class GpuMonitor(DeviceMonitor):
     """Reads clocks, power and temperature, and who else has a context on the GPU."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -106,17 +104,17 @@ class GpuWatch(Watch):
         """Read the GPU."""
         self._meter.sample()
 
-    def finish(self) -> Surroundings:
+    def finish(self) -> Environment:
         """The readings in a few figures, and the others."""
         found = foreign_processes(self._gpu, family_pids(os.getpid()))
-        return Surroundings(neighbours=found, readings=self._meter.summary())
+        return Environment(neighbours=found, readings=self._meter.summary())
 
     def close(self) -> None:
         """Let go of NVML."""
         self._meter.close()
 
 
-class Place(ABC):
+class Host(ABC):
     """The CPU or a GPU."""
 
     device: str
@@ -139,23 +137,37 @@ class Place(ABC):
         """Which template a worker is forked from."""
 
     @abstractmethod
+    def bound(self, threads: int, dtype: str) -> Peaks:
+        """What no such machine exceeds on numbers of a type: what is faster has not been computed."""
+
     def peaks(self, threads: int, dtype: str) -> Peaks:
-        """What no such machine exceeds on numbers of a type."""
+        """What this very machine allows, by its data sheet; the bound where there is none."""
+        return self.bound(threads, dtype)
+
+    product: str = ""
+    """The row of the table of GPUs that `peaks` come from; empty where they are a bound of the platform's."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of times must know of it."""
+        return ()
+
+    def check_toolchain(self, toolchain: str) -> None:  # noqa: B027 - a CPU runs what was built on it
+        """Raise MissingDependency for a toolchain whose programs do not start here."""
 
     @abstractmethod
-    def watch(self) -> Watch:
+    def monitor(self) -> DeviceMonitor:
         """Begin to look at the place."""
 
     def binding(self, threads: int) -> Binding:
         """Where OpenMP's threads are bound: nowhere, unless it is the CPU that is timed."""
         return Binding()
 
-    def memory(self) -> DeviceMemory | None:
+    def memory(self) -> MemoryInfo | None:
         """The GPU's memory; None where there is no GPU, or nobody says."""
         return None
 
 
-class CpuPlace(Place):
+class CpuHost(Host):
     """The cores of this machine."""
 
     device, lock = "cpu", "cpu"
@@ -172,25 +184,27 @@ class CpuPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "torch" if needs_torch else "none"
 
-    def peaks(self, threads: int, dtype: str) -> Peaks:
+    def bound(self, threads: int, dtype: str) -> Peaks:
         return Peaks(
             flops=peak_flops_per_core(flags_here(), dtype) * threads, bytes=PEAK_BYTES_PER_CORE * threads
         )  # fmt: skip
 
-    def watch(self) -> Watch:
-        return CpuWatch()
+    def monitor(self) -> DeviceMonitor:
+        return CpuMonitor()
 
     def binding(self, threads: int) -> Binding:
         return binding_here(threads)
 
 
-class GpuPlace(Place):
+class DeviceHost(Host):
     """One GPU. Raises NoGpu, which says what is amiss, when there is none for the platform."""
 
     device = "cuda"
 
     def __init__(self, platform: str) -> None:
-        self.gpu = choose_gpu(platform)
+        self.gpu, self.kind = choose_gpu(platform), gpu_platform(platform)
+        row = self.kind.product(self.gpu.name)
+        self.product = row.name if row else ""
         self.lock = self.gpu.uuid
         self.environment = {"CUDA_VISIBLE_DEVICES": self.gpu.uuid}
 
@@ -205,23 +219,35 @@ class GpuPlace(Place):
         """Always with torch: its profiler names the kernels that the device executes."""
         return "torch"
 
+    def bound(self, threads: int, dtype: str) -> Peaks:
+        return self.kind.bound(self.gpu.name)
+
     def peaks(self, threads: int, dtype: str) -> Peaks:
-        return GPU_PEAKS
+        return self.kind.peaks(self.gpu.name, dtype)
 
-    def watch(self) -> Watch:
-        return GpuWatch(self.gpu)
+    def notes(self) -> tuple[str, ...]:
+        if self.product:
+            return ()
+        name = self.kind.name
+        return (f"{self.gpu.name} is in no table of data sheets: its floor is that of the fastest {name} there",)
 
-    def memory(self) -> DeviceMemory | None:
+    def check_toolchain(self, toolchain: str) -> None:
+        check_toolchain(self.gpu, toolchain)
+
+    def monitor(self) -> DeviceMonitor:
+        return GpuMonitor(self.gpu)
+
+    def memory(self) -> MemoryInfo | None:
         """As the driver counts it."""
         nvml = open_nvml()
         if nvml is None:
             return None
         with nvml:
             memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
-        return None if memory is None else DeviceMemory(int(memory.free), int(memory.total))
+        return None if memory is None else MemoryInfo(int(memory.free), int(memory.total))
 
 
-class NoPlace(Place):
+class CompileOnlyHost(Host):
     """For building only: a platform whose GPU this machine has not."""
 
     device, lock = "cpu", "build"
@@ -239,15 +265,15 @@ class NoPlace(Place):
     def preload(self, *, needs_torch: bool) -> str:
         return "none"
 
-    def peaks(self, threads: int, dtype: str) -> Peaks:
-        return GPU_PEAKS
+    def bound(self, threads: int, dtype: str) -> Peaks:
+        return gpu_platform(self.platform).bound("")
 
-    def watch(self) -> Watch:
-        return CpuWatch()
+    def monitor(self) -> DeviceMonitor:
+        return CpuMonitor()
 
 
-def place_for(platform: str, stage: str) -> Place:
+def host_for(platform: str, stage: str) -> Host:
     """The place of a platform. Raises NoGpu when a whole judgement needs a GPU that is not here."""
     if platform == "cpu":
-        return CpuPlace()
-    return NoPlace(platform) if stage == "compile" else GpuPlace(platform)
+        return CpuHost()
+    return CompileOnlyHost(platform) if stage == "compile" else DeviceHost(platform)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from statistics import median
 from types import TracebackType
 from typing import Any
 
 from pytest_klineage.gate.host.nvml import Nvml, open_nvml, smi_rows
-from pytest_klineage.gate.timing.statistics import median
 from pytest_klineage.records.device import Gpu, GpuReadings, GpuState, Span
 
 THROTTLE = (
@@ -107,8 +107,12 @@ def summarise(states: Iterable[GpuState], costs_ms: Iterable[float] = ()) -> Gpu
 
 def throttle_names(bits: int) -> tuple[str, ...]:
     """The reasons in one of NVML's bit masks. A bit that is newer than this table is called by its number."""
-    places = range(bits.bit_length())
-    return tuple(THROTTLE[place] if place < len(THROTTLE) else f"bit_{place}" for place in places if bits >> place & 1)
+    positions = range(bits.bit_length())
+    return tuple(
+        THROTTLE[position] if position < len(THROTTLE) else f"bit_{position}"
+        for position in positions
+        if bits >> position & 1
+    )
 
 
 def _span(values: Iterable[float | None]) -> Span | None:

@@ -16,7 +16,7 @@ from pytest_klineage.gate.host.neighbours import IDLE_UTILIZATION, family_pids, 
 from pytest_klineage.records.device import Gpu, GpuState
 
 
-class Part(NamedTuple):
+class GpuPart(NamedTuple):
     """One part for GPUs: there or not, and the command that would add it."""
 
     name: str
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     remedy: str = ""
 
 
-class Library(NamedTuple):
+class OptionalLibrary(NamedTuple):
     """An optional library: the module that is imported, the distributions that bring it, and what it is for."""
 
     module: str
@@ -38,34 +38,34 @@ class Library(NamedTuple):
 
 
 LIBRARIES = (
-    Library("pynvml", ("nvidia-ml-py",), "clocks, power and processes of GPUs"),
-    Library("cuda.bindings", ("cuda-bindings",), "memory that processes share on a GPU"),
-    Library("triton", ("triton",), "Triton kernels"),
-    Library("tilelang", ("tilelang",), "TileLang kernels"),
-    Library("flashinfer", ("flashinfer-python",), "the reference flashinfer"),
-    Library("fla", ("flash-linear-attention", "fla-core"), "the reference fla"),
+    OptionalLibrary("pynvml", ("nvidia-ml-py",), "clocks, power and processes of GPUs"),
+    OptionalLibrary("cuda.bindings", ("cuda-bindings",), "memory that processes share on a GPU"),
+    OptionalLibrary("triton", ("triton",), "Triton kernels"),
+    OptionalLibrary("tilelang", ("tilelang",), "TileLang kernels"),
+    OptionalLibrary("flashinfer", ("flashinfer-python",), "the reference flashinfer"),
+    OptionalLibrary("fla", ("flash-linear-attention", "fla-core"), "the reference fla"),
 )
 
 
-def gpu_parts() -> Iterator[Part]:
+def gpu_parts() -> Iterator[GpuPart]:
     """Every GPU with its state, then every optional library. Changes nothing; takes a second or two."""
     found = all_gpus()
     if not found:
-        yield Part("GPU", False, "NVML and nvidia-smi show none; only the cpu platform can run")
+        yield GpuPart("GPU", False, "NVML and nvidia-smi show none; only the cpu platform can run")
     try:
         seen = visible_gpus(found, os.environ)
     except UsageError as error:
-        yield Part("visible GPUs", False, str(error))
+        yield GpuPart("visible GPUs", False, str(error))
         seen = found
     for gpu in found:
         yield from _gpu_parts(gpu, visible=gpu in seen)
     for library in LIBRARIES:
         version = library_version(library)
         detail = version or f"not installed; for {library.purpose}"
-        yield Part(library.distributions[0], bool(version), detail, library.remedy)
+        yield GpuPart(library.distributions[0], bool(version), detail, library.remedy)
 
 
-def library_version(library: Library) -> str:
+def library_version(library: OptionalLibrary) -> str:
     """The installed version of a library, "unknown" when it is there without metadata, empty when it is not there."""
     if not importable(library.module):
         return ""
@@ -90,7 +90,7 @@ def importable(module: str) -> bool:
     return any(Path(folder, inside).is_dir() for folder in spec.submodule_search_locations or ())
 
 
-def _gpu_parts(gpu: Gpu, *, visible: bool) -> Iterator[Part]:
+def _gpu_parts(gpu: Gpu, *, visible: bool) -> Iterator[GpuPart]:
     name, problem = f"GPU {gpu.index}", unfit(gpu)
     known = platform_of(gpu) or f"{architecture(gpu)}, no platform of ours"
     size = f"{gpu.memory_bytes / (1 << 30):.0f} GiB"
@@ -98,17 +98,17 @@ def _gpu_parts(gpu: Gpu, *, visible: bool) -> Iterator[Part]:
     versions = f"driver {gpu.driver or 'unknown'}" + (f" for CUDA {gpu.cuda}" if gpu.cuda else "")
     hidden = "" if visible else f", hidden by {VISIBLE}"
     usable = bool(platform_of(gpu)) and not problem
-    yield Part(name, usable, f"{gpu.name} ({known}), {size}{cache}, {versions}, {gpu.uuid}{hidden}", problem)
-    yield Part(f"{name} now", True, _state_line(read_state(gpu)))
+    yield GpuPart(name, usable, f"{gpu.name} ({known}), {size}{cache}, {versions}, {gpu.uuid}{hidden}", problem)
+    yield GpuPart(f"{name} now", True, _state_line(read_state(gpu)))
     yield _use_part(gpu, name)
     if gpu.persistence is False:
         detail = "off: the driver is loaded anew for every program, and clocks start low"
-        yield Part(f"{name} persistence", False, detail, f"sudo nvidia-smi -i {gpu.index} -pm 1")
+        yield GpuPart(f"{name} persistence", False, detail, f"sudo nvidia-smi -i {gpu.index} -pm 1")
 
 
 def _state_line(state: GpuState) -> str:
     """A reading in one line, without what the driver did not say."""
-    told = [
+    facts = [
         f"SM {state.sm_clock_mhz:.0f} MHz" if state.sm_clock_mhz is not None else "",
         f"memory {state.memory_clock_mhz:.0f} MHz" if state.memory_clock_mhz is not None else "",
         f"{state.power_w:.0f} W" if state.power_w is not None else "",
@@ -116,18 +116,20 @@ def _state_line(state: GpuState) -> str:
         f"{state.temperature_c:.0f} C" if state.temperature_c is not None else "",
         f"held back by: {', '.join(state.throttle) or 'nothing'}" if state.throttle is not None else "",
     ]
-    return ", ".join(word for word in told if word) or "the driver says nothing about clocks and power"
+    return ", ".join(word for word in facts if word) or "the driver says nothing about clocks and power"
 
 
-def _use_part(gpu: Gpu, name: str) -> Part:
+def _use_part(gpu: Gpu, name: str) -> GpuPart:
     """Whether somebody uses the GPU. Nothing of ours runs on it now, so every use is somebody else's."""
     others = foreign_processes(gpu, family_pids(os.getpid()), quiet=True)
     if others.processes:
         listed = ", ".join(f"{process.pid} {process.command}".rstrip() for process in others.processes)
-        return Part(f"{name} use", False, f"busy: {listed}", "end these processes, or name another GPU in " + VISIBLE)
+        return GpuPart(
+            f"{name} use", False, f"busy: {listed}", "end these processes, or name another GPU in " + VISIBLE
+        )
     busy = f"{100 * others.utilization:.0f} % busy" if others.utilization is not None else "use unknown"
     if (others.utilization or 0.0) > IDLE_UTILIZATION:
-        return Part(f"{name} use", False, f"{busy}, by processes that cannot be seen from here")
+        return GpuPart(f"{name} use", False, f"{busy}, by processes that cannot be seen from here")
     used = "" if others.memory_used_bytes is None else f", {others.memory_used_bytes >> 20} MiB in use"
     said = "no other process" if others.known else f"{busy} ({others.unknown_because})"
-    return Part(f"{name} use", True, said + used)
+    return GpuPart(f"{name} use", True, said + used)

@@ -29,13 +29,13 @@ class Binding(msgspec.Struct, frozen=True, kw_only=True):
         """What OpenMP's runtimes read; nothing where threads are not bound."""
         if not self.places:
             return {}
-        places = ",".join("{" + ",".join(map(str, place)) + "}" for place in self.places)
+        places = ",".join("{" + ",".join(map(str, position)) + "}" for position in self.places)
         return {"OMP_PROC_BIND": "close", "OMP_PLACES": places}
 
     @property
     def processors(self) -> tuple[int, ...]:
         """All processors of all places, sorted."""
-        return tuple(sorted(processor for place in self.places for processor in place))
+        return tuple(sorted(processor for position in self.places for processor in position))
 
 
 def binding_of(threads: int, allowed: Iterable[int], siblings: Mapping[int, frozenset[int]]) -> Binding:
@@ -50,7 +50,7 @@ def binding_of(threads: int, allowed: Iterable[int], siblings: Mapping[int, froz
         return Binding()
     cores = {frozenset(siblings.get(processor, frozenset({processor}))) & frozenset(usable) for processor in usable}
     places = tuple(sorted(tuple(sorted(core)) for core in cores))
-    return Binding(name="by core" if any(len(place) > 1 for place in places) else "by thread", places=places)
+    return Binding(name="by core" if any(len(position) > 1 for position in places) else "by thread", places=places)
 
 
 def binding_here(threads: int) -> Binding:

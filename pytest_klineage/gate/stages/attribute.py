@@ -49,7 +49,8 @@ def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:
     """Who wrote the kernel of this name.
 
     `own_symbols` are functions that the candidate's own build has produced. They tell a template of CUTLASS that the
-    candidate has instantiated from one in a library. No other vendor's name may be given to a kernel of one's own.
+    candidate has instantiated from one in a library. Kernels of a CUDA source whose own names look like a vendor's are
+    built under other names (stages/build.py).
     """
     if COPY.search(name):
         return Owner.OWN
@@ -58,6 +59,12 @@ def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:
     if VENDOR.search(name) or (CUTLASS.search(name) and function_of(name) not in own_symbols):
         return Owner.VENDOR
     return Owner.OWN
+
+
+def foreign_part(name: str) -> str:
+    """What of a name is a vendor's or the framework's; the whole name where nothing is."""
+    found = FRAMEWORK.search(name) or VENDOR.search(name) or CUTLASS.search(name)
+    return found.group() if found else name
 
 
 def function_of(name: str) -> str:
@@ -76,7 +83,10 @@ def foreign_reason(profiled: Profiled, *, own_symbols: Iterable[str] = ()) -> Re
         if share > FOREIGN_SHARE:
             names = ", ".join(short(kernel.name) for kernel in theirs[:SHOWN])
             whose = "a vendor library" if owner is Owner.VENDOR else "the framework"
-            message = f"{100 * share:.0f} % of the device's time went to kernels of {whose}, known by name: {names}"
+            message = (
+                f"{100 * share:.0f} % of the device's time went to kernels of {whose}, known by name: {names}. A "
+                f"kernel of your own must not have {foreign_part(theirs[0].name)!r} in its name: rename it"
+            )
             return Reason(code=code, message=message, evidence={"share": share, "kernels": len(theirs)})
     return None
 
@@ -96,7 +106,7 @@ def watched_reason(profiled: Profiled, timed_ms: float) -> Reason | None:
 
 
 def hidden_reason(profiled: Profiled) -> Reason | None:
-    """A reason when the device worked longer for the calls than they took by their own events, or not at all."""
+    """A reason when the device worked longer for the calls than they took by their own events, or not ."""
     if profiled.busy_ns == 0 or all(COPY.search(kernel.name) for kernel in profiled.kernels):
         return Reason(
             code=Code.NO_DEVICE_WORK, message=f"the device executed no kernel during {profiled.calls} traced calls"

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from pytest_klineage.records import Code, KernelSource, Reason, Surface
+from pytest_klineage.records import Build, Code, KernelSource, Reason, Surface
+from pytest_klineage.surfaces.reads import VENDORS
 
 MAX_NOTES = 20
 
@@ -45,6 +46,8 @@ NATIVE_NOTES = (
 )
 PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
 HARNESS = "pytest_klineage"
+COMPUTING = frozenset({"numpy", "scipy", "numexpr", "pandas"})
+"""Packages with loops of their own, which no trap tells from the kernel's: see docs/concepts/honest-limits.md."""
 INSPECTION = frozenset({"_getframe", "get_objects", "get_referrers", "currentframe", "settrace", "setprofile"})
 
 
@@ -52,12 +55,28 @@ def audit(source: KernelSource) -> Audit:
     """Read the source. Never raises for strange code: what does not parse is the build's business."""
     if source.surface in (Surface.CPP, Surface.CUDA):
         return _audit_native("\n".join(file.text for file in source.files))
+    native = [file.text for file in source.files if not file.name.endswith(".py")]
     found = [_audit_python(file.text) for file in source.files if file.name.endswith(".py")]
+    found += [_audit_native("\n".join(native))] if native else []
     return Audit(
         reasons=tuple(reason for item in found for reason in item.reasons),
         notes=tuple(note for item in found for note in item.notes)[:MAX_NOTES],
         fallback=any(item.fallback for item in found),
     )
+
+
+def foreign_file_reasons(build: Build) -> tuple[Reason, ...]:
+    """A reason for every file that a build read and that is neither the source's, the compiler's nor a library's."""
+    return tuple(
+        Reason(code=Code.TAMPERING, message=f"the build read {name}, which is no part of the source")
+        for name in build.reads
+        if not VENDORS.search(name)
+    )
+
+
+def included_libraries(build: Build) -> tuple[str, ...]:
+    """Headers of libraries that do a kernel's work, by name."""
+    return tuple(f"{name.rpartition('/')[2]} as a header" for name in build.reads if VENDORS.search(name))
 
 
 def _audit_native(text: str) -> Audit:
@@ -84,6 +103,7 @@ def _audit_python(text: str) -> Audit:
     aliases = _module_aliases(tree)
     for node in ast.walk(tree):
         reasons += [Reason(code=Code.TAMPERING, message=what) for what in _tampering(node, aliases)]
+        notes += [f"line {getattr(node, 'lineno', 0)}: {name} may do the work" for name in _computing(node)]
         if isinstance(node, ast.Attribute) and node.attr in INSPECTION:
             notes.append(f"line {node.lineno}: looks into the interpreter ({node.attr})")
         if isinstance(node, ast.ExceptHandler) and any(isinstance(item, ast.Return) for item in ast.walk(node)):
@@ -102,13 +122,23 @@ def _tampering(node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
         owner = aliases.get(_root(node.args[0])) if node.args else None
         if owner in PATCHED_MODULES and not _is_flag(node.args[0]):
             yield f"line {node.lineno}: replaces an attribute of {owner} by {node.func.id}"
+    if HARNESS in _imported(node):
+        yield f"line {getattr(node, 'lineno', 0)}: imports the harness"
+
+
+def _computing(node: ast.AST) -> list[str]:
+    """Packages that compute and that a statement imports."""
+    return sorted(COMPUTING & _imported(node))
+
+
+def _imported(node: ast.AST) -> set[str]:
+    """Top-level packages that a statement imports."""
     modules: list[str] = []
     if isinstance(node, ast.Import):
         modules = [item.name for item in node.names]
     elif isinstance(node, ast.ImportFrom) and not node.level:
         modules = [node.module or ""]
-    if any(module.partition(".")[0] == HARNESS for module in modules):
-        yield f"line {getattr(node, 'lineno', 0)}: imports the harness"
+    return {module.partition(".")[0] for module in modules}
 
 
 def _module_aliases(tree: ast.AST) -> dict[str, str]:

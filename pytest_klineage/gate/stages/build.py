@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
+import msgspec
+
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.gate.settings import GateSettings
+from pytest_klineage.gate.stages.attribute import Owner, owner_of
 from pytest_klineage.records import Build, Code, KernelCase, KernelResources, KernelSource, Reason, Surface
-from pytest_klineage.surfaces import Built, artifacts, surface_backend
+from pytest_klineage.surfaces import Built, SurfaceFailure, artifacts, surface_backend
 from pytest_klineage.surfaces.toolkit import INSTALL
 
 AHEAD = frozenset({Surface.CUDA})
 """Surfaces whose GPU kernels all exist once they are built. Others build them when they run, or have none."""
+OWN_NAME = "candidate_kernel_"
+"""With a number: what a kernel is called whose own name looks like a vendor's. No vendor's kernel has such a name."""
 SHOWN_KERNELS = 4
 """Kernels that a message names; the record has all."""
 
@@ -27,9 +34,39 @@ def build_kernel(source: KernelSource, platform: str, settings: GateSettings) ->
         if taken is not None:
             return taken
     built = backend.build(source, settings.cache_dir, platform=platform, timeout_s=settings.build_timeout_s)
+    if source.surface in AHEAD and (renames := own_names(built.build)):
+        built = _renamed(built, source, renames, settings)
     if settings.artifacts and recipe and settings.stage == "compile":
         artifacts.store(settings.artifacts, built, source)
     return built
+
+
+def own_names(build: Build) -> tuple[str, ...]:
+    """Macros that rename the kernels of a build whose names look like a vendor's or the framework's.
+
+    Whose kernel was executed is read from its name. Kernels that the source defines get names which nobody else has; a
+    library's kernel keeps its name, so a kernel of the same name beside it (a decoy) makes nothing the candidate's own.
+    """
+    names = sorted({kernel.function for kernel in build.kernels})
+    foreign = [name for name in names if owner_of(f"{name}<") is not Owner.OWN]
+    return tuple(f"-D{name}={OWN_NAME}{number}" for number, name in enumerate(foreign, 1))
+
+
+def _renamed(built: Built, source: KernelSource, renames: tuple[str, ...], settings: GateSettings) -> Built:
+    """The same source with other names, under the same recipe; as it was built, where that cannot be compiled."""
+    other = msgspec.structs.replace(source, flags=(*source.flags, *renames))
+    backend, platform = surface_backend(source.surface.value), built.build.platform
+    try:
+        again = backend.build(other, settings.cache_dir, platform=platform, timeout_s=settings.build_timeout_s)
+    except SurfaceFailure:
+        return built
+    return Built(artifact=again.artifact, build=msgspec.structs.replace(again.build, recipe=built.build.recipe))
+
+
+def renamed_notes(build: Build) -> tuple[str, ...]:
+    """A note for every kernel that was built under another name."""
+    found = re.findall(rf"-D(\w+)=({OWN_NAME}\d+)", build.command)
+    return tuple(f"the kernel {old} is built as {new}: its own name looks like a library's" for old, new in found)
 
 
 def resource_reasons(case: KernelCase, build: Build, surface: Surface) -> tuple[Reason, ...]:
@@ -48,6 +85,11 @@ def resource_reasons(case: KernelCase, build: Build, surface: Surface) -> tuple[
     found = {word for kernel in build.kernels for word in kernel.instructions or ()}
     reasons += [_missing(word, build.kernels) for word in case.requires if word not in found]
     return tuple(reasons)
+
+
+def build_notes(case: KernelCase, build: Build, surface: Surface) -> tuple[str, ...]:
+    """What a reader of the verdict should know of the build."""
+    return unchecked_notes(case, build, surface) + renamed_notes(build)
 
 
 def unchecked_notes(case: KernelCase, build: Build, surface: Surface) -> tuple[str, ...]:

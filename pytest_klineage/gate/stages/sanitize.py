@@ -23,9 +23,8 @@ from pytest_klineage.gate.findings import clean
 from pytest_klineage.gate.supervise import worker_environment
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import named_shape
-from pytest_klineage.operators.shapes import SMALL_SHAPES
 from pytest_klineage.records import Code, KernelCase, Reason
-from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
 from pytest_klineage.surfaces.toolkit import find_nvcc, find_tool
 
 PROGRAM = "compute-sanitizer"
@@ -51,7 +50,9 @@ LOG_BYTES = 4 << 20
 PREFIX = "========="
 SUMMARY = re.compile(r"^(?:ERROR|RACECHECK) SUMMARY: ([\d,]+) (?:error|hazard)", re.M)
 BANNER = re.compile(r"COMPUTE-SANITIZER$|\w+ SUMMARY: ")
-TROUBLE = re.compile(r"Internal |Target application|Tracking kernels|(?:Error|Warning): (?!Race reported|Potential )")
+TOOL_ERROR = re.compile(
+    r"Internal |Target application|Tracking kernels|(?:Error|Warning): (?!Race reported|Potential )"
+)
 """How a tool begins when it speaks of itself or of the process, and not of the kernel."""
 MALFUNCTION = re.compile(r"Internal |Error: (?!process didn't|couldn't find exit)")
 """Trouble after which a summary without errors means nothing."""
@@ -60,7 +61,7 @@ FOLDER = re.compile(r"(?<= in )\S*/(?=[^/\s]+:\d)")
 """The folder of a source file: that of a build, which nobody can look at any more."""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
+class SanitizerRun(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one tool at one shape; at most one of the texts is there, and none when it found nothing."""
 
     finding: str = ""
@@ -119,7 +120,7 @@ def sanitize(
     return Sanitized(by_tool=by_tool, reasons=tuple(reasons), notes=tuple(notes))
 
 
-def reason_for(tool: str, run: Run, case: KernelCase) -> Reason:
+def reason_for(tool: str, run: SanitizerRun, case: KernelCase) -> Reason:
     """The reason of a finding."""
     more = f" ({run.count} in all)" if run.count > 1 else ""
     return Reason(
@@ -132,10 +133,10 @@ def reason_for(tool: str, run: Run, case: KernelCase) -> Reason:
 def cases_to_try(case: KernelCase) -> tuple[KernelCase, ...]:
     """The case at its operator's small shape, where that is smaller, and at its own for a kernel that refuses that."""
     own = case.at_shape(case.shape)
-    if case.operator not in SMALL_SHAPES:
-        return (own,)
     chosen = operator_of(case)
-    shape, _dtype, _options = SMALL_SHAPES[case.operator]["gpu"]
+    if "gpu" not in chosen.small:
+        return (own,)
+    shape, _dtype, _options = chosen.small["gpu"]
     small = case.at_shape(named_shape(chosen, shape))
     return (small, own) if chosen.flops(small) < chosen.flops(own) else (own,)
 
@@ -152,7 +153,9 @@ def find_sanitizer() -> str:
     raise MissingDependency(f"{PROGRAM}, which --klineage-sanitize needs,", REMEDY)
 
 
-def run_tool(program: str, tool: str, job: Job, environment: dict[str, str], *, limit_s: float = TOOL_LIMIT_S) -> Run:
+def run_tool(
+    program: str, tool: str, job: Job, environment: dict[str, str], *, limit_s: float = TOOL_LIMIT_S
+) -> SanitizerRun:
     """Run one tool over a process that calls the kernel; it is ended after `limit_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="klineage-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
@@ -163,7 +166,7 @@ def run_tool(program: str, tool: str, job: Job, environment: dict[str, str], *, 
         variables = worker_environment(job.threads) | environment | {"TMPDIR": folder, "HOME": folder}
         status = run_bounded(command, said, variables, limit_s)
         if status is None:
-            return Run(unfinished=f"ended after {limit_s:g} s")
+            return SanitizerRun(unfinished=f"ended after {limit_s:g} s")
         return read_run(beginning(log), answer_of(work / "answer.json"), status, beginning(said))
 
 
@@ -193,10 +196,10 @@ def beginning(path: Path) -> str:
         return ""
 
 
-def answer_of(path: Path) -> Loaded | LoadFailed | None:
+def answer_of(path: Path) -> KernelLoaded | LoadFailed | None:
     """What the watched process answered; None when it did not, or nothing that can be read."""
     try:
-        answer: Loaded | LoadFailed = msgspec.json.decode(beginning(path), type=Loaded | LoadFailed)
+        answer: KernelLoaded | LoadFailed = msgspec.json.decode(beginning(path), type=KernelLoaded | LoadFailed)
     except msgspec.MsgspecError:
         return None
     return answer
@@ -205,27 +208,27 @@ def answer_of(path: Path) -> Loaded | LoadFailed | None:
 # --- reading a tool's words -------------------------------------------------------------------------------------------
 
 
-def read_run(log: str, answer: Loaded | LoadFailed | None, status: int, said: str) -> Run:
+def read_run(log: str, answer: KernelLoaded | LoadFailed | None, status: int, said: str) -> SanitizerRun:
     """What a run came to, by the tool's log, the process's answer, the exit status and what was printed beside."""
     lines = tool_lines(log)
     summary = SUMMARY.search("\n".join(lines))
     count = int(summary.group(1).replace(",", "")) if summary else 0
-    trouble = [line.strip() for line in lines if MALFUNCTION.match(line.strip())]
+    errors = [line.strip() for line in lines if MALFUNCTION.match(line.strip())]
     if block := next(findings_in(lines), None):
-        return Run(finding=described(block), count=max(1, count))
+        return SanitizerRun(finding=described(block), count=max(1, count))
     if isinstance(answer, LoadFailed) and answer.code is Code.RETURNED_ERROR:
-        return Run(refused=one_line(answer.message))
-    if trouble:
-        return Run(unfinished=one_line(trouble[0]))
+        return SanitizerRun(refused=one_line(answer.message))
+    if errors:
+        return SanitizerRun(unfinished=one_line(errors[0]))
     if count:
-        return Run(finding=f"{count} errors, of a kind that is not known here", count=count)
+        return SanitizerRun(finding=f"{count} errors, of a kind that is not known here", count=count)
     if isinstance(answer, LoadFailed):
         # Of a traceback the last line is the one that says what happened.
-        return Run(unfinished=one_line(answer.message.strip().rpartition("\n")[2]))
+        return SanitizerRun(unfinished=one_line(answer.message.strip().rpartition("\n")[2]))
     if summary is None or answer is None or status:
         words = one_line(said.strip()[-SAID_LIMIT:]) or "it printed nothing"
-        return Run(unfinished=f"it ended with status {status}: {words}")
-    return Run()
+        return SanitizerRun(unfinished=f"it ended with status {status}: {words}")
+    return SanitizerRun()
 
 
 def tool_lines(log: str) -> list[str]:
@@ -241,7 +244,7 @@ def findings_in(lines: list[str]) -> Iterator[list[str]]:
         if line.startswith(" "):
             block.append(line.strip())
             continue
-        if block and not BANNER.match(block[0]) and not TROUBLE.match(block[0]):
+        if block and not BANNER.match(block[0]) and not TOOL_ERROR.match(block[0]):
             yield block
         block = [line] if line else []
 

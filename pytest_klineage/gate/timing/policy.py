@@ -6,6 +6,7 @@ import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from statistics import median
 from typing import ClassVar, Protocol, TypeAlias
 
 import msgspec
@@ -20,9 +21,13 @@ MIN_PAIRS = 20
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
-SUSPECT_GAIN, ENOUGH_NOVEL = 1.2, statistics.FEW_PAIRS
-"""How much faster on known inputs looks like memory, and how many pairs of each kind decide that: until then sampling
-goes on although time is up, or a kernel that is slow on purpose would leave too few pairs to be found out."""
+ENOUGH_NOVEL = statistics.FEW_PAIRS
+"""Pairs on new problems, and pairs on known ones, that are taken although time is up: fewer would not show a kernel
+that answers from memory, and one that is slow on purpose would leave no more."""
+MOST_TIME = 5.0
+"""How many times the time limit a timing may take for the sake of these pairs."""
+SCREEN_LIMIT_S = 1.0
+"""Longest timing of a screening. There is no room in it for new processes."""
 SIDES = ("reference", "candidate")
 PAPER_WARMUP, PAPER_REPS = 25, 100
 DO_BENCH_ESTIMATE = 5
@@ -30,6 +35,15 @@ DO_BENCH_ESTIMATE = 5
 DO_BENCH_WARMUP_MS, DO_BENCH_REP_MS = 25.0, 100.0
 DO_BENCH_MOST = 1500
 """Calls at most: about what Triton makes of the shortest kernel, with 60 us of cache flush in its estimate."""
+
+
+LEAST_NOVEL = 8
+"""Pairs on new inputs, and on known ones, from which memory is read. Sampling does not stop as precise with fewer."""
+
+
+PAIRED_STATISTIC = (
+    "exp(median(log(reference/candidate))), expanded percentile bootstrap of starts and pairs, widened for few starts"
+)
 
 
 class Samples(msgspec.Struct, kw_only=True):
@@ -75,16 +89,44 @@ def known_gain(reference: list[float], candidate: list[float], novel: list[bool]
     sides = list(zip(reference, candidate, novel, strict=False))
     new = [math.log(first / second) for first, second, is_new in sides if is_new]
     old = [math.log(first / second) for first, second, is_new in sides if not is_new]
-    return math.exp(statistics.median(old) - statistics.median(new)) if new and old else 1.0
+    return math.exp(median(old) - median(new)) if new and old else 1.0
 
 
-def looks_like_memory(samples: Samples) -> bool:
-    """Whether the candidate seems faster on inputs that it has met, by too few pairs to say so."""
+def shows_memory(samples: Samples) -> bool:
+    """Whether there are pairs enough of both kinds that an answer from memory would show."""
     new = sum(samples.novel)
-    if min(new, len(samples.novel) - new) >= ENOUGH_NOVEL:
-        return False
-    alone = [1.0] * len(samples.candidate)
-    return any(known_gain(side, samples.candidate, samples.novel) > SUSPECT_GAIN for side in (samples.reference, alone))
+    return min(new, len(samples.novel) - new) >= ENOUGH_NOVEL
+
+
+def may_be_precise(samples: Samples) -> bool:
+    """Whether there are pairs enough on new and on known inputs to tell memory, where there are both kinds."""
+    new = sum(samples.novel)
+    return new == 0 or new == len(samples.novel) or min(new, len(samples.novel) - new) >= LEAST_NOVEL
+
+
+class TimeLimit(msgspec.Struct, frozen=True, kw_only=True):
+    """When a paired timing ends although it is not precise."""
+
+    spent: Callable[[], float]
+    """Time so far as a share of the time limit."""
+    mixed: bool = False
+    """Whether some pairs are on new problems and some on known ones."""
+    line: float = 0.0
+    """Speedup below which a kernel is slower than required: such a kernel gains nothing from its memory."""
+
+    def is_up(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.spent() > 1
+
+    def reached(self, samples: Samples) -> bool:
+        """Whether these samples, as they were taken, are the last."""
+        if len(samples.candidate) < LEAST_PAIRS or not self.is_up():
+            return False
+        return not self.mixed or shows_memory(samples) or self.spent() > MOST_TIME or self._is_slower(samples)
+
+    def _is_slower(self, samples: Samples) -> bool:
+        ratios = statistics.log_ratios(samples.reference, samples.candidate)
+        return self.line > 0 and max(ratios) < math.log(self.line)
 
 
 class Sampler(Protocol):
@@ -93,14 +135,17 @@ class Sampler(Protocol):
     def __call__(self, order: tuple[str, ...], reps: int, flush: bool = True) -> Samples: ...
 
 
-class Renewal(Protocol):
+class RestartPolicy(Protocol):
     """Starts both sides in new processes between pairs."""
 
     warmup: int
     """What each side repeats, untimed, after a start."""
 
-    def renew(self, samples: Samples) -> bool:
-        """Start both sides anew when it is time, and say whether that was done."""
+    def restart(self, samples: Samples) -> bool:
+        """Start both sides again when it is time, and say whether that was done."""
+
+    def warmed(self) -> None:
+        """Both sides have warmed up: their pairs begin."""
 
     def full(self, samples: Samples) -> bool:
         """Whether the last start has all its pairs, so that it is time to look at the interval."""
@@ -112,7 +157,7 @@ class Renewal(Protocol):
         """Whether there are no more starts, so that more pairs would all come from the last one."""
 
 
-class Outcome(msgspec.Struct, kw_only=True):
+class Measurement(msgspec.Struct, kw_only=True):
     """What a policy measured."""
 
     samples: Samples
@@ -139,56 +184,64 @@ class Policy(ABC):
     @abstractmethod
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
-    ) -> Outcome:  # fmt: skip
+        limit: TimeLimit, report: Report, process_restart: RestartPolicy | None = None,
+    ) -> Measurement:  # fmt: skip
         """Sample until the policy is satisfied or out of time."""
 
 
 class Paired(Policy):
     """Both sides alternate on the same inputs, pairs in random order; stops when precise or out of time.
 
-    Both are started anew from time to time: where a program lies in memory makes it faster or slower for its lifetime.
+    Both are restarted from time to time: where a program lies in memory makes it faster or slower for its lifetime.
     """
 
     name: ClassVar[str] = "paired"
+    first_look: int = max(MIN_PAIRS, statistics.FIRST_LOOK)
+    """Pairs before the interval is looked at."""
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
-    ) -> Outcome:  # fmt: skip
+        limit: TimeLimit, report: Report, process_restart: RestartPolicy | None = None,
+    ) -> Measurement:  # fmt: skip
         order = random.SystemRandom()
         sample(SIDES, PAIRED_WARMUP, flush=False)
-        samples, interval, look, stopped = Samples(), None, max(MIN_PAIRS, statistics.FIRST_LOOK), "time limit"
+        samples, interval, look, stopped = Samples(), None, self.first_look, "time limit"
         while len(samples.candidate) < MAX_PAIRS:
             pair = list(SIDES)
             order.shuffle(pair)
             # ABBA: what drifts linearly over two pairs hits both sides alike.
             samples.extend(sample((*pair, *reversed(pair)), 1))
             pairs = len(samples.candidate)
-            if pairs >= look or (renewal is not None and renewal.full(samples)):
+            if pairs >= look or (process_restart is not None and process_restart.full(samples)):
                 interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
                 look = statistics.next_look(pairs)
-                if statistics.precise_enough(interval, precision) and (renewal is None or renewal.enough(samples)):
-                    stopped = "precise"
+                enough = process_restart is None or (process_restart.enough(samples) and may_be_precise(samples))
+                if found := self._reason_to_stop(interval, precision, enough):
+                    stopped = found
                     break
             report(pairs, look, interval)
-            if pairs >= LEAST_PAIRS and out_of_time() and not looks_like_memory(correct(samples)):
+            if limit.reached(samples):
                 break
-            if renewal is not None and renewal.exhausted(samples):
+            if process_restart is not None and process_restart.exhausted(samples):
                 stopped = "start limit"
                 break
-            if renewal is not None and renewal.renew(samples):
+            if process_restart is not None and process_restart.restart(samples):
                 samples.starts.append(pairs)
-                sample(SIDES, renewal.warmup, flush=False)
+                sample(SIDES, process_restart.warmup, flush=False)
+                process_restart.warmed()
         else:
             stopped = "pair limit"
-        return Outcome(
+        return Measurement(
             samples=samples,
             interval=self._interval(correct(samples), confidence, statistics.FINAL_RESAMPLES),
             warmup=PAIRED_WARMUP,
-            statistic="exp(median(log(reference/candidate))), expanded percentile bootstrap of starts and pairs",
+            statistic=PAIRED_STATISTIC,
             stopped=stopped,
         )
+
+    def _reason_to_stop(self, interval: Interval, precision: float, enough: bool) -> str:
+        """Why sampling ends at this interval; empty where it goes on."""
+        return "precise" if enough and statistics.precise_enough(interval, precision) else ""
 
     def _interval(self, samples: Samples, confidence: float, resamples: int) -> Interval:
         return statistics.paired_interval(
@@ -203,6 +256,26 @@ class CudaGraph(Paired):
     mode: ClassVar[str] = "graph"
 
 
+class Screening(Paired):
+    """As `paired`, until the interval excludes the best speedup so far: on either side, for who is above is judged
+    in full. It looks from LEAST_PAIRS on, where the range of all pairs is the interval."""
+
+    first_look = LEAST_PAIRS
+
+    def __init__(self, mode: str, best: float) -> None:
+        self.mode, self._best = mode, best  # type: ignore[misc]  # the one policy whose mode depends on another's
+
+    def _reason_to_stop(self, interval: Interval, precision: float, enough: bool) -> str:
+        if not interval.low <= self._best <= interval.high:
+            return "excluded"
+        return super()._reason_to_stop(interval, precision, enough)
+
+
+def screening(policy: Policy, best: float | None) -> Policy:
+    """The policy itself; with the speedup of the best kernel so far, its short form."""
+    return policy if best is None else Screening(policy.mode, best)
+
+
 class Paper(Policy):
     """What the paper says it does: 25 warm-up calls, 100 calls, median; the reference first, then the candidate."""
 
@@ -211,14 +284,14 @@ class Paper(Policy):
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
-    ) -> Outcome:  # fmt: skip
+        limit: TimeLimit, report: Report, process_restart: RestartPolicy | None = None,
+    ) -> Measurement:  # fmt: skip
         samples = Samples()
         for index, role in enumerate(SIDES):
             samples.extend(sample((role,), PAPER_WARMUP + PAPER_REPS).without_first(PAPER_WARMUP))
             report((index + 1) * PAPER_REPS, 2 * PAPER_REPS, None)
         corrected = correct(samples)
-        return Outcome(
+        return Measurement(
             samples=samples,
             interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
             warmup=PAPER_WARMUP,
@@ -240,8 +313,8 @@ class DoBench(Policy):
 
     def measure(
         self, sample: Sampler, correct: Correct, *, precision: float, confidence: float,
-        out_of_time: Callable[[], bool], report: Report, renewal: Renewal | None = None,
-    ) -> Outcome:  # fmt: skip
+        limit: TimeLimit, report: Report, process_restart: RestartPolicy | None = None,
+    ) -> Measurement:  # fmt: skip
         samples, warmups = Samples(), []
         for index, role in enumerate(SIDES):
             first = sample((role,), DO_BENCH_ESTIMATE)
@@ -253,7 +326,7 @@ class DoBench(Policy):
             warmups.append(DO_BENCH_ESTIMATE + warmup)
             report(index + 1, 2, None)
         corrected = correct(samples)
-        return Outcome(
+        return Measurement(
             samples=samples,
             interval=statistics.unpaired_interval(corrected.reference, corrected.candidate, confidence=confidence),
             warmup=min(warmups),

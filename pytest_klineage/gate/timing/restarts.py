@@ -1,4 +1,4 @@
-"""When both sides of a paired timing are started anew: by time on a CPU, by count on a GPU; not how that is done.
+"""When both sides of a paired timing are restarted: by time on a CPU, by count on a GPU; not how that is done.
 
 Two processes that run one program differ for as long as they live: by a percent or two on a CPU, by some tenths of a
 microsecond a call on a GPU. An interval from one start of each side would not say so.
@@ -8,43 +8,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
 
-from pytest_klineage.gate.timing.policy import PAIRED_WARMUP, Renewal, Samples
-from pytest_klineage.gate.timing.statistics import median
+from pytest_klineage.gate.timing.policy import PAIRED_WARMUP, RestartPolicy, Samples
 
 CPU_STARTS = 4
 """Pairs of processes before sampling on a CPU may stop because it is precise."""
-RENEWALS = 6
-LEAST_BETWEEN_RENEWALS_S, MOST_BETWEEN_RENEWALS_S = 0.33, 1.0
-"""A renewal on a CPU takes about 0.15 s, and as long again to warm both sides up."""
+RESTARTS = 6
+LEAST_BETWEEN_RESTARTS_S, MOST_BETWEEN_RESTARTS_S = 0.33, 1.0
+"""A restart on a CPU takes about 0.15 s, and as long again to warm both sides up."""
 SHORT_MS = 0.1
-GPU_STARTS_SHORT, GPU_STARTS = 8, 4
-"""Pairs of processes for kernels below and above SHORT_MS: tenths of a microsecond matter to short ones."""
-GPU_PAIRS_SHORT, GPU_PAIRS = 4, 6
-"""Pairs of blocks from each of them."""
+
+
+class RestartPlan(NamedTuple):
+    """How many pairs of processes there are on a GPU, and how many pairs of blocks each has."""
+
+    starts: int
+    """Before sampling may stop because it is precise."""
+    pairs: int
+    """Of each start, an even number: a round is two."""
+    most: int
+    """Starts where the least number is not precise enough. One that went on instead would outweigh all others."""
+
+
+GPU_SHORT, GPU_LONG = RestartPlan(starts=8, pairs=4, most=16), RestartPlan(starts=3, pairs=6, most=8)
+"""For kernels below and above SHORT_MS: tenths of a microsecond matter to short ones. Three starts
+of six pairs: results/gate_quality/policy-replay-sm90.md."""
 GPU_LEAST_TIME_S = 2.0
-"""A shorter time limit on a GPU has no room for renewals."""
-GPU_MOST = 2
-"""Where the least number of starts is not precise enough there are more, up to so many times as many: a start that went
-on instead would outweigh all others."""
+"""A shorter time limit on a GPU has no room for restarts."""
 
 
-class TimedRenewal:
-    """New processes whenever so many seconds have passed."""
+class TimedRestarts:
+    """New processes whenever so many seconds have passed, until the time limit has.
+
+    Pairs that are taken later serve the comparison of new problems with known ones: another start would spend their
+    time on warming up.
+    """
 
     warmup = PAIRED_WARMUP
 
-    def __init__(self, every_s: float, start: Callable[[], None]) -> None:
-        self._every_s, self._start = min(every_s, MOST_BETWEEN_RENEWALS_S), start
+    def __init__(self, every_s: float, start: Callable[[], None], time_is_up: Callable[[], bool]) -> None:
+        self._every_s, self._start, self._is_up = min(every_s, MOST_BETWEEN_RESTARTS_S), start, time_is_up
         self._last = time.monotonic()
 
-    def renew(self, samples: Samples) -> bool:
+    def restart(self, samples: Samples) -> bool:
         """Renew both sides when it is time, and say whether that was done."""
-        if time.monotonic() - self._last < self._every_s:
+        if self._is_up() or time.monotonic() - self._last < self._every_s:
             return False
         self._start()
-        self._last = time.monotonic()
         return True
+
+    def warmed(self) -> None:
+        """Count from here: a kernel that is slow to warm up would be started again after every few pairs."""
+        self._last = time.monotonic()
 
     def full(self, samples: Samples) -> bool:
         """Whether the last start has all its pairs: it ends by the clock, whatever it has."""
@@ -59,45 +76,51 @@ class TimedRenewal:
         return False
 
 
-class CountedRenewal:
+class CountedRestarts:
     """New processes after so many pairs, the same number from each of them."""
 
     warmup = PAIRED_WARMUP
     """Blocks of each side, of many calls each."""
 
-    def __init__(self, start: Callable[[], None]) -> None:
-        self._start = start
+    def __init__(
+        self, start: Callable[[], None], *, long: RestartPlan = GPU_LONG, short: RestartPlan = GPU_SHORT
+    ) -> None:
+        self._start, self._long, self._short = start, long, short
 
-    def renew(self, samples: Samples) -> bool:
+    def restart(self, samples: Samples) -> bool:
         """Renew both sides when it is their time, and say whether that was done."""
         if not self.full(samples) or self.exhausted(samples):
             return False
         self._start()
         return True
 
+    def warmed(self) -> None:
+        """Nothing: pairs are counted, not seconds."""
+
     def full(self, samples: Samples) -> bool:
         """Whether the last start has all its pairs."""
-        pairs = GPU_PAIRS_SHORT if is_short(samples) else GPU_PAIRS
-        return len(samples.candidate) - samples.starts[-1] >= pairs
+        return len(samples.candidate) - samples.starts[-1] >= self._plan(samples).pairs
 
     def enough(self, samples: Samples) -> bool:
         """Whether there were starts enough for an interval, and all of them are full."""
-        return len(samples.starts) >= self._least(samples) and self.full(samples)
+        return len(samples.starts) >= self._plan(samples).starts and self.full(samples)
 
     def exhausted(self, samples: Samples) -> bool:
         """Whether all starts that there may be are full."""
-        return len(samples.starts) >= GPU_MOST * self._least(samples) and self.full(samples)
+        return len(samples.starts) >= self._plan(samples).most and self.full(samples)
 
-    def _least(self, samples: Samples) -> int:
-        return GPU_STARTS_SHORT if is_short(samples) else GPU_STARTS
+    def _plan(self, samples: Samples) -> RestartPlan:
+        return self._short if is_short(samples) else self._long
 
 
-def renewal_for(device: str, time_limit_s: float, start: Callable[[], None]) -> Renewal | None:
-    """How both sides are renewed on "cpu" or "cuda"; None where the time limit has no room for it."""
+def restart_policy_for(
+    device: str, time_limit_s: float, start: Callable[[], None], time_is_up: Callable[[], bool]
+) -> RestartPolicy | None:  # fmt: skip
+    """How both sides are restarted on "cpu" or "cuda"; None where the time limit has no room for it."""
     if device != "cpu":
-        return CountedRenewal(start) if time_limit_s >= GPU_LEAST_TIME_S else None
-    every_s = time_limit_s / RENEWALS
-    return TimedRenewal(every_s, start) if every_s >= LEAST_BETWEEN_RENEWALS_S else None
+        return CountedRestarts(start) if time_limit_s >= GPU_LEAST_TIME_S else None
+    every_s = time_limit_s / RESTARTS
+    return TimedRestarts(every_s, start, time_is_up) if every_s >= LEAST_BETWEEN_RESTARTS_S else None
 
 
 def is_short(samples: Samples) -> bool:

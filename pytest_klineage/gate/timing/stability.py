@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 import msgspec
 
 from pytest_klineage.gate.timing.policy import Samples
-from pytest_klineage.gate.timing.statistics import median, quantile
+from pytest_klineage.gate.timing.statistics import quantile
 from pytest_klineage.records import Code, Reason
 
 GROUPS_APART = 1.5

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 from enum import StrEnum
-from statistics import NormalDist
+from statistics import NormalDist, median
 
 from pytest_klineage.records import Interval, speedup
 from pytest_klineage.records.verdict import WIDEST
@@ -21,15 +21,6 @@ LOOK_RESAMPLES = 300
 FINAL_RESAMPLES = 2000
 FEW_PAIRS = 12
 """Below this many pairs a bootstrap is too narrow; the range of all pairs stands in for it."""
-
-
-def median(values: Sequence[float]) -> float:
-    """Middle value; mean of the two middle ones for an even count. Raises ValueError when empty."""
-    if not values:
-        raise ValueError("the median of no values")
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def log_ratios(reference_ms: Sequence[float], candidate_ms: Sequence[float]) -> list[float]:
@@ -47,13 +38,15 @@ def paired_interval(
     resamples: int = FINAL_RESAMPLES,
     seed: int = 0,
     starts: Sequence[int] = (0,),
+    widened: bool = True,
 ) -> Interval:
     """Speedup and its percentile bootstrap interval: exp of the median of the paired log-ratios.
 
     Samples in milliseconds; the n-th of both belong together. `starts` are the pairs at which both processes were new:
     two starts of one program differ for as long as they live, so the bootstrap draws starts first and then pairs of
     each (Davison and Hinkley, Bootstrap Methods and their Application, 3.8). The interval is expanded for few pairs,
-    see `tail_share`. `seed` makes a record reproducible from its samples.
+    see `tail_share`, and for few starts, see `start_factor`. Records from before 2026-11-23, whose `statistic` does not
+    mention it, are not `widened` so. `seed` makes a record reproducible from its samples.
     """
     ratios = log_ratios(reference_ms, candidate_ms)
     draw = random.Random(seed)
@@ -66,8 +59,19 @@ def paired_interval(
     low, high = quantile(medians, tail), quantile(medians, 1 - tail)
     estimate = median(ratios)
     # A percentile interval of a discrete bootstrap can, with few pairs, end on the wrong side of its own estimate.
-    low, high = min(low, estimate), max(high, estimate)
+    wider = start_factor(len(groups)) if widened else 1.0
+    low = max(estimate - wider * max(estimate - low, 0.0), min(ratios))
+    high = min(estimate + wider * max(high - estimate, 0.0), max(ratios))
     return Interval(math.exp(estimate), math.exp(low), math.exp(high), confidence)
+
+
+def start_factor(starts: int) -> float:
+    """By how much an interval over so many starts is wider than its bootstrap.
+
+    A bootstrap that draws k of k starts underestimates the variance between them by (k - 1)/k (Davison and Hinkley,
+    3.8). A single start says nothing of others: 1. Recorded pairs under it: gate_quality/policy-replay-sm90.md.
+    """
+    return math.sqrt(starts / (starts - 1)) if starts > 1 else 1.0
 
 
 def tail_share(confidence: float, count: int) -> float:
@@ -139,8 +143,8 @@ def quantile_of_others(values: Sequence[float], share: float) -> list[float]:
     if len(values) < 2:
         return list(values)
     ordered = sorted(values)
-    places = (bisect.bisect_left(ordered, value) for value in values)
-    return [quantile(ordered[:place] + ordered[place + 1 :], share) for place in places]
+    positions = (bisect.bisect_left(ordered, value) for value in values)
+    return [quantile(ordered[:position] + ordered[position + 1 :], share) for position in positions]
 
 
 def next_look(pairs: int) -> int:

@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
-from pytest_klineage.lab.external.evaluating import Step, Target
+from pytest_klineage.lab.external.contracts import decoded
+from pytest_klineage.lab.external.evaluating import EvaluationTarget, SubmissionStep
 from pytest_klineage.lab.external.refusals import Refusal, Refused
+from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.operators import operator_of
 from pytest_klineage.records import Check, KernelSource, SourceFile, Status, Surface, Verdict
 
@@ -24,29 +26,23 @@ def run({arguments}):
 """
 """Constructors take nothing: our problems hand every tensor to forward."""
 NOT_COMPILED = frozenset({Status.BUILD_ERROR})
-SCORED = frozenset({Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE})
 WRONG = frozenset({Status.WRONG_VALUE, Status.WRONG_SHAPE, Status.WRONG_DTYPE, Status.CHEAT, Status.WRAPPER})
 SHOWN_DIFFERENCES = 5
 
 
-class Asked(msgspec.Struct, frozen=True):
+class EvaluationQuery(msgspec.Struct, frozen=True):
     """The fields of a request that matter here; the others describe how their own judge would measure."""
 
     custom_model_src: str
     original_model_src: str = ""
 
 
-def asked(data: bytes) -> Asked:
+def asked(data: bytes) -> EvaluationQuery:
     """The body of a request. Raises Refused."""
-    try:
-        return msgspec.json.decode(data, type=Asked)
-    except msgspec.ValidationError as error:
-        raise Refused(Refusal.INVALID, f"{error}; the contract is a JSON object with custom_model_src") from error
-    except msgspec.DecodeError as error:
-        raise Refused(Refusal.NOT_JSON, f"the body is not JSON: {error}") from error
+    return decoded(data, EvaluationQuery, "the contract is a JSON object with custom_model_src")
 
 
-def source_of(given: Asked, target: Target) -> KernelSource:
+def source_of(given: EvaluationQuery, target: EvaluationTarget) -> KernelSource:
     """The module as a kernel of the target: its forward is called with the case's inputs, in order. Raises Refused."""
     if target.surface not in (Surface.PYTHON, Surface.TRITON, Surface.TILELANG):
         raise Refused(
@@ -61,19 +57,19 @@ def source_of(given: Asked, target: Target) -> KernelSource:
     )
 
 
-def reply(step: Step) -> dict[str, Any]:
+def reply(step: SubmissionStep) -> dict[str, Any]:
     """What /evaluate answers, in the words of AdaExplore's own judge."""
-    verdict = step.told
+    verdict = step.shown
     device = verdict.machine.device if verdict.machine is not None else ""
     metadata: dict[str, Any] = {"hardware": device, "device": device}
-    timing = verdict.timing if verdict.status in SCORED else None
+    timing = verdict.timing if verdict.status in RIGHT else None
     if timing is None:
         metadata |= _why(verdict, step.feedback)
     else:
         metadata["correctness_trials"] = f"({len(verdict.checks)} / {len(verdict.checks)})"
     return {
         "compiled": verdict.status not in NOT_COMPILED,
-        "correctness": verdict.status in SCORED,
+        "correctness": verdict.status in RIGHT,
         "metadata": metadata,
         "runtime": timing.candidate_ms if timing else -1.0,
         "runtime_stats": _stats(verdict, device) if timing else {},
@@ -103,7 +99,7 @@ def _why(verdict: Verdict, feedback: str) -> dict[str, Any]:
 
 
 def _difference(check: Check) -> str:
-    """In units of an honest rounding error, not of the numbers themselves."""
+    """In units of an rounding error, not of the numbers themselves."""
     return f"{check.error:.6f}"
 
 

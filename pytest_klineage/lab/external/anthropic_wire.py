@@ -11,14 +11,15 @@ from pytest_klineage.lab.external.refusals import Refusal, Refused
 from pytest_klineage.lab.external.rewrites import OPENAI_ONLY, rewrite
 from pytest_klineage.lab.external.wire import (
     Call,
-    Heard,
     ProxySettings,
-    Reader,
+    ReceivedReply,
+    StreamReader,
     Wire,
     as_text,
     check_bounded,
     count_of,
     field_of,
+    ids_of,
     input_bound,
     messages_of,
     named_model,
@@ -80,21 +81,21 @@ class AnthropicWire(Wire):
             rewritten=tuple(change for change in changes if change),
         )  # fmt: skip
 
-    def read_reply(self, body: bytes) -> Heard:
+    def read_reply(self, body: bytes) -> ReceivedReply:
         message = msgspec.json.decode(body, type=dict[str, Any])
         content = message.get("content")
         blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []
         reason = message.get("stop_reason")
-        return Heard(
+        return ReceivedReply(
             text="".join(str(block.get("text", "")) for block in blocks if block.get("type") == "text"),
             usage=_usage(str(message.get("model", "")), message.get("usage")),
             stop_reason=STOP_REASONS.get(str(reason), StopReason.OTHER),
             model=str(message.get("model", "")),
-            ids=_ids(message.get("id"), reason),
+            ids=ids_of(message.get("id"), reason),
             complete=reason is not None,
         )
 
-    def reader(self, call: Call) -> Reader:
+    def reader(self, call: Call) -> StreamReader:
         return AnthropicReader(call)
 
     def error(self, kind: str, status: int, message: str) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class AnthropicWire(Wire):
         return {"type": "error", "error": {"type": word, "message": message, "code": kind}}
 
 
-class AnthropicReader(Reader):
+class AnthropicReader(StreamReader):
     """message_start ... message_delta ... message_stop."""
 
     def __init__(self, call: Call) -> None:
@@ -111,33 +112,33 @@ class AnthropicReader(Reader):
 
     def read(self, data: bytes) -> bool:
         event = msgspec.json.decode(data, type=dict[str, Any])
-        heard, kind = self.heard, event.get("type")
+        received, kind = self.received, event.get("type")
         if kind == "message_start":
             message = event.get("message")
-            heard.model = str(field_of(message, "model") or "")
-            heard.ids = _ids(field_of(message, "id"), None)
+            received.model = str(field_of(message, "model") or "")
+            received.ids = ids_of(field_of(message, "id"), None)
             self._take_usage(field_of(message, "usage"))
         elif kind == "content_block_delta" and field_of(event, "delta", "type") == "text_delta":
-            heard.text += str(field_of(event, "delta", "text") or "")
+            received.text += str(field_of(event, "delta", "text") or "")
         elif kind == "message_delta":
             reason = field_of(event, "delta", "stop_reason")
             if reason is not None:
-                heard.stop_reason = STOP_REASONS.get(str(reason), StopReason.OTHER)
-                heard.ids = {**heard.ids, "stop_reason": str(reason)}
+                received.stop_reason = STOP_REASONS.get(str(reason), StopReason.OTHER)
+                received.ids = {**received.ids, "stop_reason": str(reason)}
             self._take_usage(event.get("usage"))
         elif kind == "message_stop":
-            heard.complete = heard.stop_reason is not None
+            received.complete = received.stop_reason is not None
         elif kind == "error":
             word = str(field_of(event, "error", "type"))
             said = str(field_of(event, "error", "message") or word)
-            heard.fault = FAILURES_BY_TYPE.get(word, Failure.SERVER), said
+            received.fault = FAILURES_BY_TYPE.get(word, Failure.SERVER), said
         return True
 
     def _take_usage(self, used: Any) -> None:
         """Figures of a later event replace those of an earlier one: they are sums since the beginning."""
         if isinstance(used, dict):
             self._used |= {name: value for name, value in used.items() if value is not None}
-            self.heard.usage = _usage(self.heard.model, self._used)
+            self.received.usage = _usage(self.received.model, self._used)
 
 
 def _usage(model: str, used: Any) -> Usage | None:
@@ -152,11 +153,6 @@ def _usage(model: str, used: Any) -> Usage | None:
         cache_write_tokens=max(0, tokens_of(used, "cache_creation_input_tokens") - hour),
         cache_write_1h_tokens=hour,
     )
-
-
-def _ids(message: Any, reason: Any) -> dict[str, str]:
-    found = {"message": message, "stop_reason": reason}
-    return {name: str(value) for name, value in found.items() if value}
 
 
 def _life(body: bytes) -> CacheLife:

@@ -9,54 +9,42 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
 
 import msgspec
 
 from pytest_klineage.errors import KlineageError
 from pytest_klineage.lab.external.refusals import Refusal, Refused
 from pytest_klineage.lab.llm.trajectory import Trajectory
+from pytest_klineage.lab.optimizers.feedback import feedback_text
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage, abridged
+from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC, Judge, ranked_speedup
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import (
     Answered,
     Judged,
-    KernelCase,
     KernelSource,
     LibraryPolicy,
     Noted,
     Status,
-    Surface,
     Verdict,
+    to_json,
 )
 
-Judge: TypeAlias = Callable[[KernelCase, KernelSource], Verdict]
-
-STEP_TOPIC, MALFORMED_TOPIC, VERDICT_TOPIC, ORDINARY_TOPIC = "step", "malformed", "verdict", "ordinary"
+ORDINARY_TOPIC = "ordinary"
 MESSAGE_CHARACTERS = 500
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be optimized, as outside optimizers are told."""
+class EvaluationTarget(Task, frozen=True, kw_only=True):
+    """What is to be optimized, as outside optimizers are shown it."""
 
-    case: KernelCase
-    platform: str
-    surface: Surface
+    root: KernelSource | None = None
+    instructions: str = ""
     entry: str = "run"
     flags: tuple[str, ...] = ()
     """For submissions that name none."""
-    root: KernelSource | None = None
-    instructions: str = ""
-    """The contract as text."""
 
 
-class Telling(msgspec.Struct, frozen=True, kw_only=True):
-    """How verdicts become text; the same for every method."""
-
-    feedback: Callable[[Verdict], str]
-    abridged: Callable[[Verdict], Verdict]
-    """Without what nobody is told, such as samples."""
-
-
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class SubmissionStep(msgspec.Struct, frozen=True, kw_only=True):
     """One submission and what came of it."""
 
     number: int
@@ -64,8 +52,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     source: KernelSource
     verdict: Verdict
     """What counts, without samples."""
-    told: Verdict
-    """What the optimizer is told: the same, unless wrappers are told as ordinary kernels."""
+    shown: Verdict
+    """What the optimizer is shown: the same, unless wrappers are shown as ordinary kernels."""
     feedback: str
     speedup: float | None
     """None unless scored."""
@@ -75,13 +63,6 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """The earlier step with the same source; it was not judged again."""
 
 
-class _Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict as trajectories keep it."""
-
-    verdict: Verdict
-    feedback: str
-
-
 class Evaluator:
     """Judges submissions in one thread of its own, in the order in which they come.
 
@@ -89,24 +70,24 @@ class Evaluator:
     """
 
     def __init__(
-        self, target: Target, judge: Judge, trajectory: Trajectory, telling: Telling, *, max_steps: int,
-        ordinary_wrappers: bool = False, on_step: Callable[[Step], None] | None = None,
+        self, target: EvaluationTarget, judge: Judge, trajectory: Trajectory, *, max_steps: int,
+        ordinary_wrappers: bool = False, on_step: Callable[[SubmissionStep], None] | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """`finish` is called in the evaluator's thread at its end, to close the gate."""
         self.target, self.trajectory, self.max_steps = target, trajectory, max_steps
-        self.steps: list[Step] = []
+        self.steps: list[SubmissionStep] = []
         self.malformed = 0
         self.busy = False
         """Whether a kernel is being judged."""
         self.failure: KlineageError | None = None
         """What ended judging: a fault of ours, or a case that cannot be judged here."""
         self.last_seen = time.monotonic()
-        self._judge, self._telling, self._ordinary = judge, telling, ordinary_wrappers
+        self._judge, self._ordinary = judge, ordinary_wrappers
         self._on_step, self._finish = on_step, finish
         self._closed = ""
-        self._first: dict[str, Step] = {}
-        self._best: Step | None = None
+        self._first: dict[str, SubmissionStep] = {}
+        self._best: SubmissionStep | None = None
         self._best_verdict: Verdict | None = None
         self._calls_seen = 0
         self._numbers = 0
@@ -133,15 +114,12 @@ class Evaluator:
         """Submissions that will still be judged; the root is free."""
         return max(0, self.max_steps - self._numbers)
 
-    def submit_root(self) -> Step | None:
+    def submit_root(self) -> SubmissionStep | None:
         """Judge the root as step 0; None without one."""
-        return (
-            None
-            if self.target.root is None
-            else self.thread.submit(self._step, self.target.root, "root", True).result()
-        )
+        root = self.target.root
+        return None if root is None else self.thread.submit(self._step, root, "root", True).result()
 
-    def submit(self, source: KernelSource, how: str) -> Step:
+    def submit(self, source: KernelSource, how: str) -> SubmissionStep:
         """Judge a kernel and record it; `how` says by which contract it came. Runs in the evaluator's thread.
 
         Raises Refused when no further step is judged, HarnessError or UsageError when nothing can be.
@@ -177,7 +155,7 @@ class Evaluator:
             self.thread.submit(self._finish).result()
         self.thread.shutdown(wait=True)
 
-    def _step(self, source: KernelSource, how: str, is_root: bool) -> Step:
+    def _step(self, source: KernelSource, how: str, is_root: bool) -> SubmissionStep:
         if not is_root:
             self.check_open()
         self.busy = True
@@ -194,7 +172,7 @@ class Evaluator:
             self._on_step(step)
         return step
 
-    def _observe(self, source: KernelSource, how: str, is_root: bool) -> Step:
+    def _observe(self, source: KernelSource, how: str, is_root: bool) -> SubmissionStep:
         number = 0 if is_root else self._next_number()
         earlier = self._first.get(source.digest)
         if earlier is not None:
@@ -204,12 +182,12 @@ class Evaluator:
                                            best_speedup=self.best_speedup)  # fmt: skip
         self.trajectory.append(Noted(topic=STEP_TOPIC, text=f"step {number}: {how}"))
         verdict = self._judge(self.target.case, source)
-        speedup = verdict.timing.speedup.estimate if verdict.scored and verdict.timing else None
+        speedup = ranked_speedup(verdict)
         is_best = speedup is not None and (self.best_speedup is None or speedup > self.best_speedup)
-        short = msgspec.structs.replace(self._telling.abridged(verdict), source_digest=source.digest)
-        told = self._told(short, source)
-        step = Step(
-            number=number, source=source, verdict=short, told=told, feedback=self._telling.feedback(told),
+        short = msgspec.structs.replace(abridged(verdict), source_digest=source.digest)
+        shown = self._shown(short, source)
+        step = SubmissionStep(
+            number=number, source=source, verdict=short, shown=shown, feedback=feedback_text(shown),
             speedup=speedup, is_best=is_best, best_speedup=speedup if is_best else self.best_speedup,
         )  # fmt: skip
         if is_best:
@@ -218,19 +196,19 @@ class Evaluator:
         self._write(step, 0 if is_root else self._call_of(source))
         return step
 
-    def _told(self, verdict: Verdict, source: KernelSource) -> Verdict:
-        """What the optimizer is told of a verdict; a wrapper, where asked for, as its own evaluator would have it."""
+    def _shown(self, verdict: Verdict, source: KernelSource) -> Verdict:
+        """What the optimizer is shown of a verdict; a wrapper, where asked for, as its own evaluator would have it."""
         if not self._ordinary or verdict.status is not Status.WRAPPER:
             return verdict
         allowed = msgspec.structs.replace(self.target.case, library=LibraryPolicy.ALLOW)
-        ordinary = self._telling.abridged(self._judge(allowed, source))
+        ordinary = abridged(self._judge(allowed, source))
         return msgspec.structs.replace(ordinary, source_digest=source.digest)
 
-    def _write(self, step: Step, call: int) -> None:
-        counted = _Told(verdict=step.verdict, feedback=step.feedback)
-        self.trajectory.append(Noted(topic=VERDICT_TOPIC, text=msgspec.json.encode(counted).decode()))
-        if step.told is not step.verdict:
-            text = f"step {step.number}: told as {step.told.code}, counted as {step.verdict.code}"
+    def _write(self, step: SubmissionStep, call: int) -> None:
+        counted = VerdictMessage(verdict=step.verdict, feedback=step.feedback)
+        self.trajectory.append(Noted(topic=VERDICT_TOPIC, text=to_json(counted).decode()))
+        if step.shown is not step.verdict:
+            text = f"step {step.number}: told as {step.shown.code}, counted as {step.verdict.code}"
             self.trajectory.append(Noted(topic=ORDINARY_TOPIC, text=text))
         judged = Judged(
             source_digest=step.source.digest, code=step.verdict.code,

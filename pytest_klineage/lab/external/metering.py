@@ -9,16 +9,12 @@ import asyncio
 import time
 from collections import Counter
 
-import msgspec
-
 from pytest_klineage.errors import StoreError
 from pytest_klineage.lab.external.refusals import Refusal, Refused
-from pytest_klineage.lab.external.wire import Call, Heard
-from pytest_klineage.lab.llm.budget import SLACK_USD, Budget
-from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn, well_formed
-from pytest_klineage.lab.llm.faults import BudgetExhausted, Failure, NoPrice
-from pytest_klineage.lab.llm.prices import Prices
-from pytest_klineage.lab.llm.tokens import estimated_tokens
+from pytest_klineage.lab.external.wire import Call, ReceivedReply
+from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn, estimated_tokens, well_formed
+from pytest_klineage.lab.llm.faults import BudgetExhausted, Failure
+from pytest_klineage.lab.llm.prices import SLACK_USD, Budget, Prices
 from pytest_klineage.lab.llm.trajectory import Trajectory
 from pytest_klineage.records import Answered, Asked, Failed, Noted, Stopped, StopReason, Usage
 
@@ -72,15 +68,15 @@ class Meter:
         self._note_changes(number, call)
         return number
 
-    def answer(self, number: int, heard: Heard) -> Usage:
+    def answer(self, number: int, received: ReceivedReply) -> Usage:
         """Charge a call with what it used. Returns the usage with its cost."""
         call, started = self._open.pop(number)
-        usage = self._priced(call, heard)
+        usage = self._priced(call, received)
         answered = Answered(
-            call=number, text=well_formed(heard.text), stop_reason=heard.stop_reason or StopReason.OTHER,
-            model=heard.model or self.model, usage=usage, ids=heard.ids, seconds=time.monotonic() - started,
+            call=number, text=well_formed(received.text), stop_reason=received.stop_reason or StopReason.OTHER,
+            model=received.model or self.model, usage=usage, ids=received.ids, seconds=time.monotonic() - started,
         )  # fmt: skip
-        self._settle(number, answered, usage.cost_usd)
+        self._close_call(number, answered, usage.cost_usd)
         return usage
 
     def fail(self, number: int, failure: Failure, message: str, *, billed: bool) -> None:
@@ -88,7 +84,7 @@ class Meter:
         self._open.pop(number)
         cost_usd = (self.budget.reservation_usd(number) or 0.0) if billed else 0.0
         text = well_formed(message)[:MESSAGE_CHARACTERS]
-        self._settle(number, Failed(call=number, reason=failure.value, message=text, cost_usd=cost_usd), cost_usd)
+        self._close_call(number, Failed(call=number, reason=failure.value, message=text, cost_usd=cost_usd), cost_usd)
 
     async def release_waiting(self) -> None:
         """Let calls that wait for money try again; call it after a charge."""
@@ -127,25 +123,20 @@ class Meter:
             f"this call could cost ${worst_usd:.4f}. Nothing more is sent; the best kernel so far counts",
         )
 
-    def _settle(self, number: int, event: Answered | Failed, cost_usd: float) -> None:
+    def _close_call(self, number: int, event: Answered | Failed, cost_usd: float) -> None:
         self.budget.charge(number, cost_usd)
         self.last_seen = time.monotonic()
         self.trajectory.append(event)
 
-    def _priced(self, call: Call, heard: Heard) -> Usage:
-        """The usage with its cost. Estimated where none was told, or where the answering model has no price."""
-        usage = heard.usage
+    def _priced(self, call: Call, received: ReceivedReply) -> Usage:
+        """The usage with its cost. Estimated where none was reported, or where the answering model has no price."""
+        usage = received.usage
         if usage is None:
             usage = Usage(
-                model=heard.model or self.model, input_tokens=estimated_tokens(call.text),
-                output_tokens=estimated_tokens(heard.text), estimated=True,
+                model=received.model or self.model, input_tokens=estimated_tokens(call.text),
+                output_tokens=estimated_tokens(received.text), estimated=True,
             )  # fmt: skip
-        try:
-            return self.prices.priced(usage)
-        except NoPrice:
-            cost_usd = self.prices.of(self.model).cost_usd(usage)
-            own_name = usage.model in ("", self.model)
-            return msgspec.structs.replace(usage, cost_usd=cost_usd, estimated=usage.estimated or not own_name)
+        return self.prices.priced(usage, self.model)
 
     def _note_changes(self, number: int, call: Call) -> None:
         """Each change once: clients send the same parameters with every call."""

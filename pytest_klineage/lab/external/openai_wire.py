@@ -11,14 +11,15 @@ from pytest_klineage.lab.external.refusals import Refusal
 from pytest_klineage.lab.external.rewrites import rewrite
 from pytest_klineage.lab.external.wire import (
     Call,
-    Heard,
     ProxySettings,
-    Reader,
+    ReceivedReply,
+    StreamReader,
     Wire,
     as_text,
     check_bounded,
     count_of,
     field_of,
+    ids_of,
     input_bound,
     messages_of,
     named_model,
@@ -76,21 +77,21 @@ class OpenAIWire(Wire):
             hides_usage=hides, rewritten=tuple(change for change in changes if change),
         )  # fmt: skip
 
-    def read_reply(self, body: bytes) -> Heard:
+    def read_reply(self, body: bytes) -> ReceivedReply:
         reply = msgspec.json.decode(body, type=dict[str, Any])
         choices = _choices(reply)
         first = choices[0] if choices else {}
         reason = field_of(first, "finish_reason")
-        return Heard(
+        return ReceivedReply(
             text=str(field_of(first, "message", "content") or ""),
             usage=_usage(reply),
             stop_reason=STOP_REASONS.get(str(reason), StopReason.OTHER),
             model=str(reply.get("model", "")),
-            ids=_ids(reply.get("id"), reason),
+            ids=ids_of(reply.get("id"), reason),
             complete=bool(choices),
         )
 
-    def reader(self, call: Call) -> Reader:
+    def reader(self, call: Call) -> StreamReader:
         return OpenAIReader(call)
 
     def error(self, kind: str, status: int, message: str) -> dict[str, Any]:
@@ -99,30 +100,30 @@ class OpenAIWire(Wire):
         return {"error": {"message": message, "type": word, "param": None, "code": code, "reason": kind}}
 
 
-class OpenAIReader(Reader):
+class OpenAIReader(StreamReader):
     """Chunks, then one with the usage and without choices, then [DONE]."""
 
     def read(self, data: bytes) -> bool:
-        heard = self.heard
+        received = self.received
         if data.strip() == DONE:
-            heard.complete = heard.stop_reason is not None
+            received.complete = received.stop_reason is not None
             return True
         chunk = msgspec.json.decode(data, type=dict[str, Any])
         if "error" in chunk:
-            heard.fault = Failure.SERVER, str(field_of(chunk, "error", "message") or "an error in the stream")
+            received.fault = Failure.SERVER, str(field_of(chunk, "error", "message") or "an error in the stream")
             return True
-        heard.model = str(chunk.get("model") or heard.model)
-        heard.ids = {**heard.ids, **_ids(chunk.get("id"), None)}
+        received.model = str(chunk.get("model") or received.model)
+        received.ids = {**received.ids, **ids_of(chunk.get("id"), None)}
         choices = _choices(chunk)
         for choice in choices:
             if choice.get("index", 0) == 0:
-                heard.text += str(field_of(choice, "delta", "content") or "")
+                received.text += str(field_of(choice, "delta", "content") or "")
                 if (reason := choice.get("finish_reason")) is not None:
-                    heard.stop_reason = STOP_REASONS.get(str(reason), StopReason.OTHER)
-                    heard.ids["stop_reason"] = str(reason)
+                    received.stop_reason = STOP_REASONS.get(str(reason), StopReason.OTHER)
+                    received.ids["stop_reason"] = str(reason)
         usage = _usage(chunk)
         if usage is not None:
-            heard.usage = usage
+            received.usage = usage
         return not (self.call.hides_usage and usage is not None and not choices)
 
 
@@ -143,8 +144,3 @@ def _usage(reply: dict[str, Any]) -> Usage | None:
         model=str(reply.get("model", "")), input_tokens=asked - cached, cache_read_tokens=cached,
         output_tokens=written,
     )  # fmt: skip
-
-
-def _ids(reply: Any, reason: Any) -> dict[str, str]:
-    found = {"message": reply, "stop_reason": reason}
-    return {name: str(value) for name, value in found.items() if value}

@@ -13,33 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.lab.external.evaluating import Target
-from pytest_klineage.operators import operator, operator_of
+from pytest_klineage.lab.external.evaluating import EvaluationTarget
+from pytest_klineage.operators import OPERATORS, Operator, operator_of
+from pytest_klineage.operators.distributions import TORCH_DTYPES
 from pytest_klineage.records import KernelCase, Surface, TensorSpec, Verdict
 from pytest_klineage.records.signature import contiguous_strides
 
-TORCH_TYPES = {
-    "fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64", "int32": "int32",
-}  # fmt: skip
-"""Of PyTorch, and of FlashInfer-Trace as well."""
-BODIES = {
-    "gemm": "return torch.matmul(a, b)",
-    "conv2d": "return torch.nn.functional.conv2d(x, w, stride={stride}, padding={pad})",
-    "fmha": "return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal={causal})",
-    "topk": "return torch.topk(x, {K}, dim=1, sorted=False)",
-    "gdn": """\
-repeat = v.shape[1] // q.shape[1]
-q, k = (one.float().repeat_interleave(repeat, dim=1) for one in (q, k))
-state = {state}
-rows = []
-for t in range(v.shape[0]):
-    state = state * torch.exp(g[t])[:, None, None]
-    delta = beta[t][:, None] * (v[t].float() - torch.einsum("hkv,hk->hv", state, k[t]))
-    state = state + k[t][:, :, None] * delta[:, None, :]
-    rows.append({scale} * torch.einsum("hkv,hk->hv", state, q[t]))
-return torch.stack(rows).to(v.dtype), state""",
-}
-"""By operator: what it computes, as PyTorch has it."""
 KERNELBENCH = """\
 import torch
 
@@ -66,14 +45,10 @@ NOTE = "Tensors have the strides of get_inputs; results are returned in the orde
 
 def body_of(case: KernelCase) -> str:
     """The case's definition as lines of PyTorch. Raises UnknownName for an operator that has none here."""
-    if case.operator not in BODIES:
-        raise UnknownName("operator with a definition in PyTorch", case.operator, BODIES)
-    named: dict[str, Any] = {**case.shape, "causal": bool(case.options.get("causal", False))}
-    if case.operator == "gdn":
-        named["scale"] = f"{case.shape['D'] ** -0.5!r}"
-        empty = "v.new_zeros(v.shape[1], q.shape[2], v.shape[2], dtype=torch.float32)"
-        named["state"] = "state0.float()" if case.options.get("initial_state") else empty
-    return BODIES[case.operator].format(**named)
+    if found := operator_of(case).in_torch(case):
+        return found
+    known = [name for name, chosen in OPERATORS.items() if type(chosen).in_torch is not Operator.in_torch]
+    raise UnknownName("operator with a definition in PyTorch", case.operator, known)
 
 
 def kernelbench_file(case: KernelCase) -> str:
@@ -86,7 +61,7 @@ def kernelbench_file(case: KernelCase) -> str:
     )  # fmt: skip
 
 
-def write_kernelbench(target: Target, checkout: Path, suffix: str) -> Path:
+def write_kernelbench(target: EvaluationTarget, checkout: Path, suffix: str) -> Path:
     """Put the problem where AdaExplore looks for it: datasets/KernelBench_SUFFIX/level1/1_CASE.py. Returns the file."""
     datasets = checkout / "datasets"
     if not (checkout / "agent" / "agent_entry.py").is_file():
@@ -107,7 +82,7 @@ def definition(case: KernelCase) -> dict[str, Any]:
     tensors = {
         side: {
             spec.name: {
-                "shape": [names[size] for size in spec.shape], "dtype": TORCH_TYPES[spec.dtype],
+                "shape": [names[size] for size in spec.shape], "dtype": TORCH_DTYPES[spec.dtype],
                 "description": f"strides {list(spec.strides)}",
             }
             for spec in specs
@@ -122,7 +97,7 @@ def definition(case: KernelCase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_trace_set(target: Target, root_verdict: Verdict, folder: Path) -> Path:
+def write_trace_set(target: EvaluationTarget, root_verdict: Verdict, folder: Path) -> Path:
     """Definition, workload, root solution and its trace below `folder`, with AccelOpt's start file. Returns that.
 
     Raises UsageError when the root is not a Python kernel that was right and timed: AccelOpt begins with its time.
@@ -133,7 +108,7 @@ def write_trace_set(target: Target, root_verdict: Verdict, folder: Path) -> Path
     if not root_verdict.scored or timing is None:
         raise UsageError(f"AccelOpt begins with a kernel that is right; the root is {root_verdict.code.value}")
     name, op = _plain_name(case), case.operator
-    inputs = {spec.name: {"type": "random"} for spec in operator(op).signature(case).inputs}
+    inputs = {spec.name: {"type": "random"} for spec in operator_of(case).signature(case).inputs}
     workload = {"axes": {}, "inputs": inputs, "uuid": name}
     solution = {
         "name": "root", "definition": name, "author": "root", "description": "the root", "spec": {
@@ -174,18 +149,12 @@ def _start_file(folder: Path, paths: dict[str, Path]) -> Path:
 def _made(case: KernelCase, spec: TensorSpec) -> str:
     """An expression for one random input."""
     shape = ", ".join(map(str, spec.shape))
-    made = f"torch.randn({shape})"
-    if case.operator == "gdn" and spec.name in ("q", "k"):
-        made = f"torch.nn.functional.normalize({made}, dim=-1)"
-    elif case.operator == "gdn" and spec.name == "g":
-        made = f"torch.nn.functional.logsigmoid({made})"
-    elif case.operator == "gdn" and spec.name == "beta":
-        made = f"torch.sigmoid({made})"
-    typed = f"{made}.to(torch.{TORCH_TYPES[spec.dtype]})"
+    made = operator_of(case).drawn_in_torch.get(spec.name, "{}").format(f"torch.randn({shape})")
+    typed = f"{made}.to(torch.{TORCH_DTYPES[spec.dtype]})"
     if spec.strides == contiguous_strides(spec.shape):
         return typed
     size = 1 + sum((length - 1) * stride for length, stride in zip(spec.shape, spec.strides, strict=True))
-    storage = f"torch.randn({size}).to(torch.{TORCH_TYPES[spec.dtype]})"
+    storage = f"torch.randn({size}).to(torch.{TORCH_DTYPES[spec.dtype]})"
     return f"{storage}.as_strided({spec.shape}, {spec.strides})"
 
 

@@ -16,11 +16,19 @@ from pytest_klineage.errors import KlineageError, StoreError
 from pytest_klineage.lab.external.anthropic_wire import AnthropicWire
 from pytest_klineage.lab.external.metering import CLIENT_TOPIC, Meter
 from pytest_klineage.lab.external.openai_wire import OpenAIWire
-from pytest_klineage.lab.external.packages import package
 from pytest_klineage.lab.external.refusals import Refusal, Refused
-from pytest_klineage.lab.external.sse import EventSplitter, EventTooLarge, event_data
-from pytest_klineage.lab.external.wire import Call, ProxySettings, Reader, Wire, field_of
-from pytest_klineage.lab.llm.anthropic import FAILURES_BY_TYPE
+from pytest_klineage.lab.external.wire import (
+    Call,
+    EventSplitter,
+    EventTooLarge,
+    ProxySettings,
+    StreamReader,
+    Wire,
+    event_data,
+    field_of,
+    package,
+)
+from pytest_klineage.lab.llm.anthropic import failure_of
 from pytest_klineage.lab.llm.faults import Failure
 
 if TYPE_CHECKING:
@@ -34,12 +42,6 @@ Answer: TypeAlias = Callable[["Request"], Coroutine[Any, Any, "Response"]]
 LARGEST_REQUEST = 32 * 1024 * 1024
 PASSED_ON = ("request-id", "x-request-id", "retry-after", "retry-after-ms", "x-should-retry")
 """Headers of a reply that clients act on."""
-BY_STATUS = {
-    401: Failure.AUTHENTICATION,
-    403: Failure.AUTHENTICATION,
-    429: Failure.RATE_LIMITED,
-    529: Failure.OVERLOADED,
-}
 EVENT_STREAM = "text/event-stream"
 
 
@@ -51,7 +53,7 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proxy:
-    """Serves one run. `client` is an httpx.AsyncClient; whoever made it closes it."""
+    """Serves one run. `client` is an httpx.AsyncClient; its maker closes it."""
 
     def __init__(
         self, meter: Meter, settings: ProxySettings, upstreams: dict[str, Upstream], client_key: str,
@@ -72,7 +74,7 @@ class Proxy:
         ]
 
     async def close(self) -> None:
-        """End replies that are still on their way, and write their calls off."""
+        """End replies that have not ended, and write their calls off."""
         for pump in list(self._pumps):
             pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -121,7 +123,7 @@ class Proxy:
         return wire.read_request(body, self.settings)
 
     def keep(self, pump: asyncio.Task[None]) -> None:
-        """Hold on to a reply until it has ended, whoever still listens to it."""
+        """Hold on to a reply until it has ended, with or without a listener."""
         self._pumps.add(pump)
         pump.add_done_callback(self._pumps.discard)
 
@@ -136,13 +138,13 @@ class _Exchange:
 
     def __init__(self, proxy: Proxy, wire: Wire, call: Call, number: int, request: Request) -> None:
         self.proxy, self.wire, self.call, self.number, self.request = proxy, wire, call, number, request
-        self.reader: Reader = wire.reader(call)
+        self.reader: StreamReader = wire.reader(call)
         self.settled = False
         self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._head: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     async def respond(self) -> Response:
-        """The answer for the client. The provider's reply is read to its end even when nobody listens any more."""
+        """The answer for the client. The provider's reply is read to its end even when the client has gone."""
         self.proxy.keep(asyncio.create_task(self._pump()))
         return await asyncio.shield(self._head)
 
@@ -187,12 +189,12 @@ class _Exchange:
         """A reply, or an error, that comes as one."""
         body = await reply.aread()
         if reply.status_code == 200:
-            heard = self.wire.read_reply(body)
-            if not heard.complete:
+            received = self.wire.read_reply(body)
+            if not received.complete:
                 self._failed(Failure.BROKEN_STREAM, "the reply is not one of this protocol", 502, billed=True)
                 return
             self.settled = True
-            self.proxy.meter.answer(self.number, heard)
+            self.proxy.meter.answer(self.number, received)
         else:
             self.settled = True
             self.proxy.meter.fail(self.number, *_upstream_failure(reply.status_code, body), billed=False)
@@ -211,16 +213,19 @@ class _Exchange:
         if splitter.rest:
             self._chunks.put_nowait(splitter.rest)
         if not self.settled:
-            failure, message = self.reader.heard.fault or (Failure.BROKEN_STREAM, "the stream ended before the reply")
+            failure, message = self.reader.received.fault or (
+                Failure.BROKEN_STREAM,
+                "the stream ended before the reply",
+            )
             self._failed(failure, message, 502, billed=True)
 
     def _take(self, event: bytes) -> bool:
         """Read one event; whether the client gets it."""
         said = event_data(event)
         wanted = self.reader.read(said) if said else True
-        if self.reader.heard.complete and not self.settled:
+        if self.reader.received.complete and not self.settled:
             self.settled = True
-            self.proxy.meter.answer(self.number, self.reader.heard)
+            self.proxy.meter.answer(self.number, self.reader.received)
         return wanted
 
     async def _handed_on(self) -> AsyncIterator[bytes]:
@@ -254,9 +259,7 @@ def _upstream_failure(status: int, body: bytes) -> tuple[Failure, str]:
     except msgspec.DecodeError:
         error = None
     kind, said = field_of(error, "type"), field_of(error, "message")
-    failure = FAILURES_BY_TYPE.get(str(kind)) if kind != "invalid_request_error" else None
-    failure = failure or BY_STATUS.get(status) or (Failure.SERVER if status >= 500 else Failure.REJECTED)
-    return failure, f"{status}: {said or body[:200].decode(errors='replace')}"
+    return failure_of(kind, status), f"{status}: {said or body[:200].decode(errors='replace')}"
 
 
 def _headers(reply: httpx.Response) -> dict[str, str]:

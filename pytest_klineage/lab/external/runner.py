@@ -14,17 +14,15 @@ from typing import Any
 import msgspec
 
 from pytest_klineage.errors import HarnessError, KlineageError, StoreError, UsageError
-from pytest_klineage.lab.external.contracts import Spent
-from pytest_klineage.lab.external.evaluating import Evaluator, Judge, Step, Target, Telling
+from pytest_klineage.lab.external.evaluating import EvaluationTarget, Evaluator, SubmissionStep
 from pytest_klineage.lab.external.metering import Meter
-from pytest_klineage.lab.external.packages import package
 from pytest_klineage.lab.external.processes import Optimizer
 from pytest_klineage.lab.external.proxy import Proxy, Upstream
 from pytest_klineage.lab.external.server import EvaluationRoutes, LoopbackServer, application
-from pytest_klineage.lab.external.wire import ProxySettings
-from pytest_klineage.lab.llm.budget import Budget
-from pytest_klineage.lab.llm.prices import Prices
+from pytest_klineage.lab.external.wire import ProxySettings, package
+from pytest_klineage.lab.llm.prices import Budget, Prices
 from pytest_klineage.lab.llm.trajectory import Trajectory
+from pytest_klineage.lab.optimizers.session import Judge
 from pytest_klineage.records import Begun, KernelSource, Noted, Status, Stopped, Verdict
 
 STAND_IN = Path(__file__).with_name("stand_in")
@@ -35,17 +33,21 @@ SECRETS = ("_API_KEY", "_AUTH_TOKEN", "_SECRET", "_ACCESS_KEY", "_ACCESS_TOKEN")
 POLL_S = 0.05
 
 
-class Stop(StrEnum):
-    """Why a run ended; the words that our own methods have too mean the same."""
+class ExternalEndReason(StrEnum):
+    """Why a run ended; the words that our own methods have too mean the same. Its processes are then ended."""
 
     FINISHED = "finished"
     """The optimizer ended by itself, with status 0."""
     STEP_LIMIT = "step_limit"
+    """`--max-steps`; `--grace` seconds after the first refusal."""
     BUDGET = "budget_exhausted"
+    """`--budget`; `--grace` seconds after the first refusal."""
     NOT_JUDGED = "not_judged"
+    """The gate cannot judge the case here."""
     DEADLINE = "deadline"
+    """`--deadline`."""
     SILENT = "silent"
-    """It asked no model and submitted nothing for too long."""
+    """It asked no model and submitted nothing for `--silence` seconds."""
     NOTHING_SUBMITTED = "nothing_submitted"
     """It ended with status 0 before it submitted a kernel."""
     OPTIMIZER_FAILED = "optimizer_failed"
@@ -72,7 +74,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     method: str
     """What tables call the optimizer."""
-    target: Target
+    target: EvaluationTarget
     proxy: ProxySettings
     upstreams: dict[str, Upstream]
     limits: Limits
@@ -83,14 +85,14 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     """For the trajectory's first line, beside those that every run has."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class ExternalResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to."""
 
     best: KernelSource | None
     best_verdict: Verdict | None
-    steps: tuple[Step, ...]
+    steps: tuple[SubmissionStep, ...]
     stopped: str
-    """A word of Stop."""
+    """A word of `ExternalEndReason`."""
     message: str
     spent_usd: float
 
@@ -101,12 +103,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return timing.speedup.estimate if timing is not None else None
 
 
-class Run:
+class ExternalRun:
     """Proxy and evaluation server of one run, with its trajectory. A context manager; `url` is valid inside."""
 
     def __init__(
-        self, setup: Setup, judge: Judge, telling: Telling, prices: Prices, path: Path, *,
-        on_step: Callable[[Step], None] | None = None, finish: Callable[[], None] | None = None,
+        self, setup: Setup, judge: Judge, prices: Prices, path: Path, *,
+        on_step: Callable[[SubmissionStep], None] | None = None, finish: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """Raises NoPrice, and UsageError when the trajectory exists or the port is taken."""
         prices.of(setup.proxy.model)
@@ -120,7 +122,7 @@ class Run:
             self._server.close()
             raise
         self.evaluator = Evaluator(
-            setup.target, judge, self.trajectory, telling, max_steps=setup.limits.max_steps,
+            setup.target, judge, self.trajectory, max_steps=setup.limits.max_steps,
             ordinary_wrappers=setup.ordinary_wrappers, on_step=on_step, finish=finish,
         )  # fmt: skip
         self._prices = prices
@@ -130,12 +132,6 @@ class Run:
     def url(self) -> str:
         """Where everything is served."""
         return self._server.url
-
-    @property
-    def spent(self) -> Spent:
-        """Dollars so far."""
-        budget = self.budget
-        return Spent(spent_usd=budget.spent_usd, limit_usd=budget.limit_usd, remaining_usd=budget.remaining_usd)
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """Variables for the optimizer: ours instead of any provider's address and key."""
@@ -152,7 +148,7 @@ class Run:
             own["PYTHONPATH"] = os.pathsep.join(part for part in (str(STAND_IN), kept.get("PYTHONPATH", "")) if part)
         return {**kept, **own}
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> ExternalRun:
         try:
             self._server.start()
         except BaseException:
@@ -177,24 +173,24 @@ class Run:
         async with httpx.AsyncClient(timeout=timeout, limits=limits) as client:
             self.meter = Meter(self.trajectory, self.budget, self._prices, self.setup.proxy.model)
             proxy = Proxy(self.meter, self.setup.proxy, self.setup.upstreams, self.key, client)
-            routes = [*proxy.routes(), *EvaluationRoutes(self.evaluator, lambda: self.spent).routes()]
+            routes = [*proxy.routes(), *EvaluationRoutes(self.evaluator, self.budget).routes()]
             try:
                 yield application(routes)
             finally:
                 await proxy.close()
 
 
-def run_optimizer(run: Run, command: Sequence[str], *, folder: Path, log: Path) -> Outcome:
+def run_optimizer(run: ExternalRun, command: Sequence[str], *, folder: Path, log: Path) -> ExternalResult:
     """Start the optimizer and see it to its end. `run` has been entered.
 
     Raises UsageError when the command cannot be started, HarnessError when our own machinery failed; whatever happens,
     none of its processes is left, and what was recorded stays readable.
     """
-    stop, message = Stop.HARNESS, "ended by an error"
+    stop, message = ExternalEndReason.HARNESS, "ended by an error"
     try:
         stop, message = _root(run) or _watched(run, command, folder, log)
     except KeyboardInterrupt:
-        stop, message = Stop.INTERRUPTED, "from the keyboard"
+        stop, message = ExternalEndReason.INTERRUPTED, "from the keyboard"
         raise
     except KlineageError as error:
         message = str(error).partition("\n")[0]
@@ -202,25 +198,25 @@ def run_optimizer(run: Run, command: Sequence[str], *, folder: Path, log: Path) 
     finally:
         run.stop(message)
         # The meter has written that one down itself, when the first call was refused.
-        if stop is not Stop.BUDGET:
+        if stop is not ExternalEndReason.BUDGET:
             with contextlib.suppress(StoreError):
                 run.trajectory.append(Stopped(reason=stop.value, message=message))
     evaluator = run.evaluator
-    return Outcome(
+    return ExternalResult(
         best=evaluator.best, best_verdict=evaluator.best_verdict, steps=tuple(evaluator.steps), stopped=stop.value,
         message=message, spent_usd=run.budget.spent_usd,
     )  # fmt: skip
 
 
-def _root(run: Run) -> tuple[Stop, str] | None:
+def _root(run: ExternalRun) -> tuple[ExternalEndReason, str] | None:
     """Judge the root; why nothing more can be judged, or None."""
     root = run.evaluator.submit_root()
     if root is not None and root.verdict.status is Status.SKIPPED:
-        return Stop.NOT_JUDGED, root.verdict.reasons[0].message
+        return ExternalEndReason.NOT_JUDGED, root.verdict.reasons[0].message
     return None
 
 
-def _watched(run: Run, command: Sequence[str], folder: Path, log: Path) -> tuple[Stop, str]:
+def _watched(run: ExternalRun, command: Sequence[str], folder: Path, log: Path) -> tuple[ExternalEndReason, str]:
     """Run the optimizer until it ends or must end. Returns why."""
     optimizer = Optimizer(command, run.environment(os.environ), secrets.token_hex(8), log, folder)
     watch = _Watch(run, optimizer)
@@ -241,12 +237,12 @@ def _watched(run: Run, command: Sequence[str], folder: Path, log: Path) -> tuple
 class _Watch:
     """Looks at one optimizer and its limits."""
 
-    def __init__(self, run: Run, optimizer: Optimizer) -> None:
+    def __init__(self, run: ExternalRun, optimizer: Optimizer) -> None:
         self._run, self._optimizer = run, optimizer
         self._started = time.monotonic()
         self._full_at: float | None = None
 
-    def ended(self) -> tuple[Stop, str] | None:
+    def ended(self) -> tuple[ExternalEndReason, str] | None:
         """Why the run is over; None while it goes on."""
         status = self._optimizer.poll()
         now, limits = time.monotonic(), self._run.setup.limits
@@ -257,46 +253,49 @@ class _Watch:
             or self._late(now, limits)
         )
 
-    def _broken(self) -> tuple[Stop, str] | None:
+    def _broken(self) -> tuple[ExternalEndReason, str] | None:
         evaluator = self._run.evaluator
         if evaluator.failure is not None:
-            return Stop.HARNESS, str(evaluator.failure).partition("\n")[0]
+            return ExternalEndReason.HARNESS, str(evaluator.failure).partition("\n")[0]
         last = evaluator.steps[-1] if evaluator.steps else None
         if last is not None and last.verdict.status is Status.SKIPPED:
-            return Stop.NOT_JUDGED, last.verdict.reasons[0].message
+            return ExternalEndReason.NOT_JUDGED, last.verdict.reasons[0].message
         return None
 
-    def _spent(self, now: float, limits: Limits, *, ended: bool) -> tuple[Stop, str] | None:
+    def _spent(self, now: float, limits: Limits, *, ended: bool) -> tuple[ExternalEndReason, str] | None:
         """Out of money or steps: it may put its things in order for a while, and what is under way is waited for."""
         meter, evaluator = self._run.meter, self._run.evaluator
         if not evaluator.steps_left and self._full_at is None:
             self._full_at = now
         exhausted = meter.exhausted_at if meter is not None else None
         for at, stop, text in (
-            (exhausted, Stop.BUDGET, f"${limits.budget_usd:g}"),
-            (self._full_at, Stop.STEP_LIMIT, f"{limits.max_steps} steps"),
+            (exhausted, ExternalEndReason.BUDGET, f"${limits.budget_usd:g}"),
+            (self._full_at, ExternalEndReason.STEP_LIMIT, f"{limits.max_steps} steps"),
         ):
             if at is not None and (ended or now - at > limits.grace_s):
                 return stop, text
         return None
 
-    def _by_itself(self, status: int) -> tuple[Stop, str]:
+    def _by_itself(self, status: int) -> tuple[ExternalEndReason, str]:
         evaluator = self._run.evaluator
         if status:
             how = f"by signal {-status}" if status < 0 else f"with status {status}"
-            return Stop.OPTIMIZER_FAILED, f"it ended {how}; its log has the rest"
+            return ExternalEndReason.OPTIMIZER_FAILED, f"it ended {how}; its log has the rest"
         if not any(step.number for step in evaluator.steps) and not evaluator.malformed:
-            return Stop.NOTHING_SUBMITTED, "it ended with status 0 and submitted no kernel; look into its log"
-        return Stop.FINISHED, "it ended by itself"
+            return (
+                ExternalEndReason.NOTHING_SUBMITTED,
+                "it ended with status 0 and submitted no kernel; look into its log",
+            )
+        return ExternalEndReason.FINISHED, "it ended by itself"
 
-    def _late(self, now: float, limits: Limits) -> tuple[Stop, str] | None:
+    def _late(self, now: float, limits: Limits) -> tuple[ExternalEndReason, str] | None:
         if now - self._started > limits.deadline_s:
-            return Stop.DEADLINE, f"it ran for {limits.deadline_s:g} s"
+            return ExternalEndReason.DEADLINE, f"it ran for {limits.deadline_s:g} s"
         meter, evaluator = self._run.meter, self._run.evaluator
         seen = max(self._started, evaluator.last_seen, meter.last_seen if meter is not None else 0.0)
         busy = evaluator.busy or (meter is not None and meter.calls_under_way)
         if not busy and now - seen > limits.silence_s:
-            return Stop.SILENT, f"it asked and submitted nothing for {limits.silence_s:g} s"
+            return ExternalEndReason.SILENT, f"it asked and submitted nothing for {limits.silence_s:g} s"
         return None
 
 

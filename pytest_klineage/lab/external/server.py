@@ -7,17 +7,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
 from pytest_klineage.errors import HarnessError, KlineageError, UsageError
 from pytest_klineage.lab.external import adaexplore, contracts
-from pytest_klineage.lab.external.contracts import Spent
-from pytest_klineage.lab.external.evaluating import Evaluator, Step
-from pytest_klineage.lab.external.packages import package
+from pytest_klineage.lab.external.evaluating import Evaluator, SubmissionStep
 from pytest_klineage.lab.external.refusals import Refusal, Refused
+from pytest_klineage.lab.external.wire import package
+from pytest_klineage.lab.llm.prices import Budget
 from pytest_klineage.records import KernelSource
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ START_S, STOP_S = 20.0, 10.0
 class EvaluationRoutes:
     """POST /v1/judge, GET /v1/task, POST /evaluate (AdaExplore's) and GET /health."""
 
-    def __init__(self, evaluator: Evaluator, spent: Callable[[], Spent]) -> None:
-        self._evaluator, self._spent = evaluator, spent
+    def __init__(self, evaluator: Evaluator, budget: Budget) -> None:
+        self._evaluator, self._budget = evaluator, budget
 
     def routes(self) -> list[Route]:
         """For an application."""
@@ -60,11 +59,11 @@ class EvaluationRoutes:
             return _json(contracts.refusal_reply(refused), refused.status)
         except KlineageError as error:
             return _json({"error": {"code": "harness_failed", "message": str(error)}}, 500)
-        return _json(contracts.step_reply(step, self._evaluator, self._spent()))
+        return _json(contracts.step_reply(step, self._evaluator, self._budget))
 
     async def task(self, request: Request) -> Response:
         """What is to be optimized, and how far the run is."""
-        return _json(contracts.task_reply(self._evaluator.target, self._evaluator, self._spent()))
+        return _json(contracts.task_reply(self._evaluator.target, self._evaluator, self._budget))
 
     async def evaluate(self, request: Request) -> Response:
         """AdaExplore's contract: 200 whatever the kernel is, and an error only where the run is over."""
@@ -90,7 +89,7 @@ class EvaluationRoutes:
             return _json(contracts.refusal_reply(refused))
         return _json({"status": "ok"})
 
-    async def _judged(self, source: KernelSource, how: str) -> Step:
+    async def _judged(self, source: KernelSource, how: str) -> SubmissionStep:
         """Judge in the evaluator's thread; the loop goes on meanwhile. Raises KlineageError."""
         return await asyncio.to_thread(self._evaluator.submit, source, how)
 
@@ -150,15 +149,13 @@ class LoopbackServer:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _serve(self) -> None:
         try:
             asyncio.run(self._main())
-        # A thread's end: the error is told by whoever waits for the server.
+        # A thread's end: `start` raises the error.
         except BaseException as error:
             self._error = error
 

@@ -1,23 +1,29 @@
-"""What the proxy needs to know of any provider's protocol. The protocols themselves have a file each."""
+"""What the proxy needs to know of any protocol, and events cut out of bytes. The protocols have a file each."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import msgspec
 
+from pytest_klineage.errors import MissingDependency
 from pytest_klineage.lab.external.refusals import Refusal, Refused
+from pytest_klineage.lab.llm.conversation import FRAME_TOKENS
 from pytest_klineage.lab.llm.faults import Failure
 from pytest_klineage.lab.llm.prices import CacheLife
-from pytest_klineage.lab.llm.tokens import FRAME_TOKENS
 from pytest_klineage.records import StopReason, Usage
 
 TOOLS_TOKENS = 1024
 """What providers add to a prompt that offers tools, at most."""
 DEFAULT_OUTPUT_TOKENS = 16384
 """For requests that bound their output nowhere, which no budget can hold."""
+END_OF_EVENT = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+END_OF_LINE = re.compile(rb"\r\n|\n|\r")
+LARGEST_EVENT = 16 * 1024 * 1024
 
 
 class ProxySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,12 +58,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """What was changed, for the trajectory."""
 
 
-class Heard(msgspec.Struct, kw_only=True):
+class ReceivedReply(msgspec.Struct, kw_only=True):
     """A reply, as far as it has come."""
 
     text: str = ""
     usage: Usage | None = None
-    """Without cost; None while the provider has not told it."""
+    """Without cost; None while the provider has not reported it."""
     stop_reason: StopReason | None = None
     """None while the reply has not ended."""
     model: str = ""
@@ -68,11 +74,11 @@ class Heard(msgspec.Struct, kw_only=True):
     """An error in the middle of a stream."""
 
 
-class Reader(ABC):
+class StreamReader(ABC):
     """Reads one stream, event by event."""
 
     def __init__(self, call: Call) -> None:
-        self.call, self.heard = call, Heard()
+        self.call, self.received = call, ReceivedReply()
 
     @abstractmethod
     def read(self, data: bytes) -> bool:
@@ -97,11 +103,11 @@ class Wire(ABC):
         """The request to send on. Raises Refused."""
 
     @abstractmethod
-    def read_reply(self, body: bytes) -> Heard:
+    def read_reply(self, body: bytes) -> ReceivedReply:
         """A reply that came whole. Raises msgspec.DecodeError."""
 
     @abstractmethod
-    def reader(self, call: Call) -> Reader:
+    def reader(self, call: Call) -> StreamReader:
         """A reader for a stream."""
 
     @abstractmethod
@@ -202,7 +208,55 @@ def field_of(value: Any, *path: str) -> Any:
     return value
 
 
+def ids_of(message: Any, reason: Any) -> dict[str, str]:
+    """The provider's name of a reply, and its word for why it stopped, as far as they are there."""
+    found = {"message": message, "stop_reason": reason}
+    return {name: str(value) for name, value in found.items() if value}
+
+
 def tokens_of(value: Any, *path: str) -> int:
-    """A nested count of tokens; 0 where it is missing or is none."""
+    """A nested count of tokens; 0 where it is missing or not a count."""
     found = field_of(value, *path)
     return found if type(found) is int and found > 0 else 0
+
+
+class EventTooLarge(ValueError):
+    """An event without an end."""
+
+
+class EventSplitter:
+    """Cuts a stream into events; the bytes of all events together are the bytes of the stream."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Every event that is complete now, with the blank line that ends it. Raises EventTooLarge."""
+        self._rest += data
+        start = 0
+        for found in END_OF_EVENT.finditer(self._rest):
+            yield self._rest[start : found.end()]
+            start = found.end()
+        self._rest = self._rest[start:]
+        if len(self._rest) > LARGEST_EVENT:
+            raise EventTooLarge(f"an event of a stream exceeds {LARGEST_EVENT} bytes")
+
+    @property
+    def rest(self) -> bytes:
+        """What stands behind the last complete event."""
+        return self._rest
+
+
+def event_data(event: bytes) -> bytes:
+    """What an event says: its data lines, joined; empty for comments and pings without data."""
+    lines = (line for line in END_OF_LINE.split(event) if line.startswith(b"data:"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines)
+
+
+def package(name: str) -> Any:
+    """A module of Starlette, uvicorn or httpx, such as "starlette.routing". Raises MissingDependency."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = f"the package {name.partition('.')[0]}"
+        raise MissingDependency(what, "pip install 'pytest-klineage[external]'") from error

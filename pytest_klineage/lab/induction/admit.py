@@ -12,14 +12,13 @@ from typing import TypeAlias
 
 import msgspec
 
-from pytest_klineage.lab.induction.admit_targets import Target
-from pytest_klineage.lab.llm import Session
+from pytest_klineage.lab.induction.admit_targets import AdmissionTarget
+from pytest_klineage.lab.induction.one_card import OneCard
+from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.instructions import instructions_for
-from pytest_klineage.lab.optimizers.one_card import OneCard
-from pytest_klineage.lab.optimizers.progress import StepProgress
 from pytest_klineage.lab.optimizers.recording import Rejudged
-from pytest_klineage.lab.optimizers.session import Outcome, Stop, optimize
-from pytest_klineage.lab.optimizers.task import Observation, Task
+from pytest_klineage.lab.optimizers.session import EndReason, OptimizationResult, optimize
+from pytest_klineage.lab.optimizers.task import Observation, StepProgress, Task
 from pytest_klineage.records import (
     KernelCase,
     KernelSource,
@@ -32,8 +31,8 @@ from pytest_klineage.records import (
 
 REPAIRS = 2
 """Turns in which a model may correct its kernel by what the gate said."""
-RIVAL = "the kernel that you are given"
-NO_TRIAL = (Stop.BACKEND, Stop.NOT_JUDGED)
+REFERENCE_DESCRIPTION = "the kernel that you are given"
+NO_TRIAL = (EndReason.BACKEND, EndReason.NOT_JUDGED)
 """Ends that say nothing about the card."""
 Compare: TypeAlias = Callable[[KernelCase, KernelSource, KernelSource], Verdict]
 """Judges a kernel (second) on a case against another kernel (third): `Gate.judge` with `reference_source`."""
@@ -42,7 +41,7 @@ Compare: TypeAlias = Callable[[KernelCase, KernelSource, KernelSource], Verdict]
 class Roundtrip(msgspec.Struct, frozen=True, kw_only=True):
     """One attempt to use a card."""
 
-    target: Target
+    target: AdmissionTarget
     trial: Trial | None
     """For the card's log; None when the attempt says nothing about the card: see `message`."""
     message: str
@@ -61,7 +60,7 @@ class Roundtrip(msgspec.Struct, frozen=True, kw_only=True):
 
 def roundtrip(
     card: SkillCard,
-    target: Target,
+    target: AdmissionTarget,
     session: Session,
     compare: Compare,
     *,
@@ -83,13 +82,13 @@ def roundtrip(
     deciding = _deciding(outcome, target.case.at_least)
     trial = None if outcome.stopped in NO_TRIAL else _trial(target, outcome, deciding, _method(session))
     return Roundtrip(
-        target=target, trial=trial, message=_told(target, outcome, trial),
+        target=target, trial=trial, message=_message(target, outcome, trial),
         kernel=deciding.proposal.source if deciding is not None else None, rejudged=outcome.rejudged,
         spent_usd=outcome.spent_usd,
     )  # fmt: skip
 
 
-def problem_with(target: Target, compare: Compare) -> str:
+def problem_with(target: AdmissionTarget, compare: Compare) -> str:
     """Why the target proves nothing: its state, against itself, is not right at this shape here. Empty if it is."""
     verdict = compare(target.case, target.state, target.state)
     if verdict.scored:
@@ -104,10 +103,16 @@ def shows_effect(verdict: Verdict, expected: float) -> bool:
     return verdict.status is Status.ACCEPTED and timing is not None and timing.speedup.low >= expected
 
 
-def _task(target: Target, machine: str) -> Task:
+def _task(target: AdmissionTarget, machine: str) -> Task:
     state = target.state
     text = instructions_for(
-        target.case, target.surface, target.platform, state.entry, state.flags, machine=machine, reference=RIVAL
+        target.case,
+        target.surface,
+        target.platform,
+        state.entry,
+        state.flags,
+        machine=machine,
+        reference=REFERENCE_DESCRIPTION,
     )
     return Task(case=target.case, platform=target.platform, surface=target.surface, root=state, instructions=text)
 
@@ -118,12 +123,12 @@ def _method(session: Session) -> str:
     return session.backend.model if name == "replay" else f"{name}:{session.backend.model}"
 
 
-def _steps(outcome: Outcome) -> list[Observation]:
+def _steps(outcome: OptimizationResult) -> list[Observation]:
     """What the method proposed; the root is no part of it."""
     return [seen for seen in outcome.observations if seen.step > 0]
 
 
-def _deciding(outcome: Outcome, expected: float) -> Observation | None:
+def _deciding(outcome: OptimizationResult, expected: float) -> Observation | None:
     """The step that the trial is about: the first success, else the fastest right kernel, else the last that failed."""
     judged = [(seen, seen.verdict) for seen in _steps(outcome) if seen.verdict is not None]
     for seen, verdict in judged:
@@ -135,7 +140,7 @@ def _deciding(outcome: Outcome, expected: float) -> Observation | None:
     return judged[-1][0] if judged else None
 
 
-def _trial(target: Target, outcome: Outcome, deciding: Observation | None, method: str) -> Trial:
+def _trial(target: AdmissionTarget, outcome: OptimizationResult, deciding: Observation | None, method: str) -> Trial:
     verdict = deciding.verdict if deciding is not None else None
     timing = verdict.timing if verdict is not None and verdict.scored else None
     return Trial(
@@ -151,17 +156,17 @@ def _trial(target: Target, outcome: Outcome, deciding: Observation | None, metho
     )
 
 
-def _outcome(target: Target, outcome: Outcome, verdict: Verdict | None) -> TrialOutcome:
+def _outcome(target: AdmissionTarget, outcome: OptimizationResult, verdict: Verdict | None) -> TrialOutcome:
     if verdict is not None and shows_effect(verdict, target.case.at_least):
         return TrialOutcome.SUCCESS
-    if outcome.stopped == Stop.BUDGET:
+    if outcome.stopped == EndReason.BUDGET:
         return TrialOutcome.OUT_OF_BUDGET
     if verdict is None:
         return TrialOutcome.NOT_MATERIALIZED
     return TrialOutcome.NO_EFFECT if verdict.scored else TrialOutcome.REJECTED
 
 
-def _trial_note(target: Target, outcome: Outcome) -> str:
+def _trial_note(target: AdmissionTarget, outcome: OptimizationResult) -> str:
     steps = _steps(outcome)
     parts = [f"expected {target.case.at_least:g}x at least", f"{len(steps)} replies", target.why]
     malformed = [seen.proposal.malformed for seen in steps if seen.proposal.source is None]
@@ -169,7 +174,7 @@ def _trial_note(target: Target, outcome: Outcome) -> str:
     return "; ".join(parts)
 
 
-def _told(target: Target, outcome: Outcome, trial: Trial | None) -> str:
+def _message(target: AdmissionTarget, outcome: OptimizationResult, trial: Trial | None) -> str:
     if trial is None:
         return f"no trial on {target.name}: {outcome.stopped}: {outcome.message}"
     code = f" ({trial.code.value})" if trial.code is not None else ""

@@ -4,11 +4,13 @@ skills/<card>/trials/<number>-<case>/
     trial.json          the record: target, outcome, names of the files below
     trajectory.jsonl    prompts and replies, as the session wrote them
     verdicts.jsonl      every verdict with its samples, in order
-    state.*, kernel.*   the fresh state, and the kernel that the trial is about, if there is one
+    state.*, kernel.*   the fresh state, and the kernel that the trial is about, if there is one; a state of a lineage
+                        is named by the lineage's folder and its digest, and has no file here
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,8 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.lab.induction.admit import Roundtrip
-from pytest_klineage.lab.induction.admit_targets import Target
+from pytest_klineage.lab.induction.admit_targets import AdmissionTarget
+from pytest_klineage.lab.library.lineages import StoredLineage, load_lineage, read_json
 from pytest_klineage.records import (
     Category,
     KernelCase,
@@ -44,6 +47,8 @@ class StoredKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     entry: str
     flags: tuple[str, ...] = ()
     source_digest: str
+    lineage: str = ""
+    """The folder, relative to this one, of the lineage that has a state of this digest; empty where files are here."""
 
 
 class TrialRecord(
@@ -71,7 +76,7 @@ class StoredTrial(msgspec.Struct, frozen=True, kw_only=True):
 
     directory: Path
     record: TrialRecord
-    target: Target
+    target: AdmissionTarget
     kernel: KernelSource | None
 
     @property
@@ -80,8 +85,18 @@ class StoredTrial(msgspec.Struct, frozen=True, kw_only=True):
         return self.directory / TRAJECTORY_FILE
 
 
-def save_trial(folder: Path, card: str, done: Roundtrip, *, trajectory: Path, verdicts: Path) -> StoredTrial:
+def save_trial(
+    folder: Path,
+    card: str,
+    done: Roundtrip,
+    *,
+    trajectory: Path,
+    verdicts: Path,
+    lineages: Sequence[StoredLineage] = (),
+) -> StoredTrial:
     """Write a trial below the card's folder, with copies of its trajectory and verdicts, and read it back.
+
+    A state that one of the `lineages` has is referred to. It must stay where it is, seen from the trial.
 
     Raises UsageError for a roundtrip that is no trial, and when writing fails.
     """
@@ -90,6 +105,9 @@ def save_trial(folder: Path, card: str, done: Roundtrip, *, trajectory: Path, ve
     target = done.target
     directory = folder / FOLDER / f"{len(trial_folders(folder)) + 1:02d}-{target.case.id}"
     state, texts = _stored("state", target.state)
+    if of := [one for one in lineages if any(source.digest == target.state.digest for source in one.sources)]:
+        where = os.path.relpath(of[0].directory.resolve(), directory.resolve())
+        state, texts = msgspec.structs.replace(state, lineage=where), {}
     kernel, more = _stored("kernel", done.kernel) if done.kernel is not None else (None, {})
     record = TrialRecord(
         card=card, case=target.case, platform=target.platform, surface=target.surface, prior=target.prior,
@@ -116,13 +134,8 @@ def trial_folders(folder: Path) -> list[Path]:
 def read_trial(directory: Path) -> StoredTrial:
     """A trial and its kernels. Raises UsageError or BadRecord, with the file's name, when something does not fit."""
     path = directory / TRIAL_FILE
-    try:
-        record = from_json(path.read_bytes(), TrialRecord)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except BadRecord as error:
-        raise BadRecord(f"{path}: {error}") from error
-    target = Target(
+    record = read_json(path, TrialRecord)
+    target = AdmissionTarget(
         case=record.case, platform=record.platform, surface=record.surface, prior=record.prior, why=record.why,
         state=_source(directory, record.surface, record.state, "state"),
     )  # fmt: skip
@@ -149,14 +162,25 @@ def tried(trials: Sequence[StoredTrial]) -> set[str]:
 def _stored(stem: str, source: KernelSource) -> tuple[StoredKernel, dict[str, str]]:
     """A kernel's entry for trial.json, and its texts by file."""
     files = tuple(
-        StateFile(file.name, f"{stem}{Path(file.name).suffix}" if place == 0 else f"{stem}.{file.name}")
-        for place, file in enumerate(source.files)
+        StateFile(file.name, f"{stem}{Path(file.name).suffix}" if position == 0 else f"{stem}.{file.name}")
+        for position, file in enumerate(source.files)
     )
     entry = StoredKernel(files=files, entry=source.entry, flags=source.flags, source_digest=source.digest)
     return entry, {stored.path: file.text for stored, file in zip(files, source.files, strict=True)}
 
 
+def _of_lineage(directory: Path, stored: StoredKernel) -> KernelSource:
+    """Raises BadRecord where the lineage that is named has no such state, and what `load_lineage` raises."""
+    lineage = load_lineage(directory / stored.lineage)
+    found = next((source for source in lineage.sources if source.digest == stored.source_digest), None)
+    if found is None:
+        raise BadRecord(f"{directory / TRIAL_FILE}: {stored.lineage} has no state {stored.source_digest[:12]}")
+    return found
+
+
 def _source(directory: Path, surface: Surface, stored: StoredKernel, label: str) -> KernelSource:
+    if stored.lineage:
+        return msgspec.structs.replace(_of_lineage(directory, stored), label=label)
     files = []
     for file in stored.files:
         if Path(file.path).name != file.path:

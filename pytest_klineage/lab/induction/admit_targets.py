@@ -19,7 +19,7 @@ Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By operator: shapes to try cards at, in the operator's order of axes."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class AdmissionTarget(msgspec.Struct, frozen=True, kw_only=True):
     """A fresh state at a held-out place."""
 
     case: KernelCase
@@ -50,7 +50,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 def expected_speedup(card: SkillCard, share: float = SHARE) -> float:
     """What a trial must show at least, to three decimals: the card's measured speedup to the power of `share`.
 
-    Raises UsageError for a card whose effect nobody measured, or that has none.
+    Raises UsageError for a card whose effect was not measured, or that has none.
     """
     speedup = card.effect.speedup
     if speedup is None or speedup.estimate <= 1:
@@ -63,18 +63,18 @@ def expected_speedup(card: SkillCard, share: float = SHARE) -> float:
 
 def targets_for(
     card: SkillCard, lineages: Iterable[StoredLineage], shapes: Shapes, *, share: float = SHARE
-) -> list[Target]:
+) -> list[AdmissionTarget]:
     """Targets for a card, the nearest first; the same library gives the same list.
 
     First the states before the card's own transitions at other shapes of their operator, then, on the same platform
     and surface, the states of other operators before their step of the card's category, at their own shape. Places
-    that the card was lifted from are left out. Raises UsageError for a card without a measured effect, or a shape that
-    is none.
+    that the card was lifted from are left out. Raises UsageError for a card without a measured effect, or an invalid
+    shape.
     """
     expected = expected_speedup(card, share)
     known = sorted(lineages, key=lambda stored: stored.lineage.name)
     found = [*_at_other_shapes(card, known, shapes), *_of_other_operators(card, known)]
-    chosen: dict[str, Target] = {}
+    chosen: dict[str, AdmissionTarget] = {}
     for target in found:
         if held_out(target.context, card.origins):
             case = msgspec.structs.replace(target.case, at_least=expected)
@@ -82,24 +82,24 @@ def targets_for(
     return list(chosen.values())
 
 
-def _at_other_shapes(card: SkillCard, lineages: Sequence[StoredLineage], shapes: Shapes) -> Iterator[Target]:
+def _at_other_shapes(card: SkillCard, lineages: Sequence[StoredLineage], shapes: Shapes) -> Iterator[AdmissionTarget]:
     cited = {item.transition for item in card.evidence}
-    places = [
+    positions = [
         (stored, index)
         for stored in lineages
         for index, transition in enumerate(stored.lineage.transitions)
         if transition.digest in cited
     ]
-    rounds = max((len(shapes.get(stored.lineage.operator, ())) for stored, _ in places), default=0)
+    rounds = max((len(shapes.get(stored.lineage.operator, ())) for stored, _ in positions), default=0)
     for number in range(rounds):
-        for stored, index in places:
+        for stored, index in positions:
             own = shapes.get(stored.lineage.operator, ())
             if number < len(own):
                 case = _reshaped(stored.lineage.case, own[number])
                 yield _target(stored, index, case, "the state before its own step, at another shape")
 
 
-def _of_other_operators(card: SkillCard, lineages: Sequence[StoredLineage]) -> Iterator[Target]:
+def _of_other_operators(card: SkillCard, lineages: Sequence[StoredLineage]) -> Iterator[AdmissionTarget]:
     operators = {origin.operator for origin in card.origins}
     kinds = {(origin.platform, origin.surface) for origin in card.origins}
     for stored in lineages:
@@ -112,14 +112,14 @@ def _of_other_operators(card: SkillCard, lineages: Sequence[StoredLineage]) -> I
             yield _target(stored, index, case, f"a state of another operator before a step of {card.category.value}")
 
 
-def _target(stored: StoredLineage, index: int, case: KernelCase, why: str) -> Target:
+def _target(stored: StoredLineage, index: int, case: KernelCase, why: str) -> AdmissionTarget:
     lineage, source = stored.lineage, stored.sources[index]
     done = lineage.done_before(index)
-    return Target(
+    return AdmissionTarget(
         case=case,
         platform=lineage.platform,
         surface=lineage.surface,
-        # A name that tells nothing of the lineage: it must not lead whoever gets the kernel.
+        # A name without a hint at the lineage: it must not lead the model that gets the kernel.
         state=msgspec.structs.replace(source, label="state"),
         prior=tuple(category for category in Category if category in done),
         why=f"{lineage.name} step {index + 1}: {why}",

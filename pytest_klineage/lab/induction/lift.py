@@ -10,11 +10,13 @@ from collections.abc import Collection
 import msgspec
 
 from pytest_klineage.lab.induction.lift_card import card_of
-from pytest_klineage.lab.induction.lift_checks import Finding, findings_about
+from pytest_klineage.lab.induction.lift_checks import CardFault, findings_about
 from pytest_klineage.lab.induction.lift_groups import Group
 from pytest_klineage.lab.induction.lift_hypothesis import BadHypothesis, hypothesis_of
 from pytest_klineage.lab.induction.lift_prompt import repair_text, request_text, system_prompt
-from pytest_klineage.lab.llm import BudgetExhausted, Reply, Session
+from pytest_klineage.lab.llm.backend import Reply
+from pytest_klineage.lab.llm.faults import BudgetExhausted
+from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import open_chat
 from pytest_klineage.records import Noted, SkillCard
 
@@ -37,7 +39,7 @@ class Lift(msgspec.Struct, frozen=True, kw_only=True):
     """What was wrong with the last reply: the reasons for no card, or what a card was forgiven."""
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """The outcome in a line."""
         if self.card is not None:
             return f"{self.group.name}: {self.card.name}"
@@ -49,15 +51,15 @@ def lift(group: Group, session: Session, *, taken: Collection[str] = (), repairs
 
     A spent budget ends it without a card. Raises BackendFailed when a call brought no reply: resume then.
     """
-    chat = open_chat(session, f"lift {group.name}", system=system_prompt())
-    text, found = request_text(group), list[Finding]()
+    chat = open_chat(session, f"lift {group.name}", system=system_prompt(group.on_gpu))
+    text, found = request_text(group), list[CardFault]()
     kept: SkillCard | None = None
     attempts = 0
     while attempts <= repairs:
         try:
             reply = chat.ask(text, max_output_tokens=MAX_OUTPUT_TOKENS)
         except BudgetExhausted as error:
-            found = [*found, Finding(text=str(error))]
+            found = [*found, CardFault(text=str(error))]
             break
         attempts += 1
         card, found = _read(group, reply, session.backend.model, taken)
@@ -67,15 +69,15 @@ def lift(group: Group, session: Session, *, taken: Collection[str] = (), repairs
             break
         text = repair_text(found)
     done = Lift(group=group, card=kept, attempts=attempts, findings=tuple(finding.text for finding in found))
-    _note(session, Noted(topic=NOT_LIFTED if kept is None else LIFTED, text=done.told))
+    _note(session, Noted(topic=NOT_LIFTED if kept is None else LIFTED, text=done.summary))
     return done
 
 
-def _read(group: Group, reply: Reply, model: str, taken: Collection[str]) -> tuple[SkillCard | None, list[Finding]]:
+def _read(group: Group, reply: Reply, model: str, taken: Collection[str]) -> tuple[SkillCard | None, list[CardFault]]:
     try:
         hypothesis = hypothesis_of(reply)
     except BadHypothesis as error:
-        return None, [Finding(text=str(error))]
+        return None, [CardFault(text=str(error))]
     card = card_of(group, hypothesis, model=model, taken=taken)
     return card, findings_about(group, hypothesis, card)
 

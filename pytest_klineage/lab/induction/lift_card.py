@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
-import msgspec
-
 from pytest_klineage.lab.induction.lift_groups import Group, Site, slug
 from pytest_klineage.lab.induction.lift_hypothesis import Hypothesis, RiskNote
-from pytest_klineage.lab.library.normalise import implied_needs, shape_class
+from pytest_klineage.lab.library.normalise import shape_class, with_implied_needs
 from pytest_klineage.lab.library.rendering import NAME_LIMIT
 from pytest_klineage.records import CardScope, Category, Effect, Risk, SkillCard
 
@@ -18,12 +16,11 @@ T = TypeVar("T")
 
 
 def card_of(group: Group, hypothesis: Hypothesis, *, model: str = "", taken: Collection[str] = ()) -> SkillCard:
-    """The candidate card. Its name is none of `taken`.
+    """The candidate card. Its name is not one of `taken`.
 
     Category, effect, evidence, origins and scope are those of the group's transitions; the codes of risks are those of
-    the refused proposals that the hypothesis names. A number that names none is left to `lift_checks`.
+    the refused proposals that the hypothesis names. A number that names none is left to `checks`.
     """
-    cited = [site.origin for site in group.sites]
     card = SkillCard(
         name=card_name(group, hypothesis.name, taken),
         category=group.category,
@@ -33,13 +30,13 @@ def card_of(group: Group, hypothesis: Hypothesis, *, model: str = "", taken: Col
         preconditions=hypothesis.preconditions,
         settings={name: str(value) for name, value in hypothesis.settings.items()},
         effect=_effect(group.representative, hypothesis.effect),
-        evidence=tuple(evidence for evidence, _ in cited),
+        evidence=tuple(evidence for site in group.sites for evidence in site.evidence),
         risks=tuple(_risk(group, note) for note in hypothesis.risks),
         scope=_scope(group, hypothesis),
-        origins=_distinct(context for _, context in cited),
+        origins=_distinct(site.context for site in group.sites),
         provenance=_provenance(group, model),
     )
-    return _with_needs(card)
+    return with_implied_needs(card)
 
 
 def card_name(group: Group, words: str, taken: Collection[str] = ()) -> str:
@@ -54,10 +51,11 @@ def card_name(group: Group, words: str, taken: Collection[str] = ()) -> str:
 
 
 def _effect(site: Site, summary: str) -> Effect:
-    """The effect that was measured over this one step; it is not multiplied from anything."""
-    transition, machine = site.transition, site.lineage.states[site.index + 1].verdict.machine
+    """The effect that was measured over this one step, or this one span; it is not multiplied from anything."""
+    verdict = site.lineage.states[site.index + 1].verdict or site.transition.forward_verdict
+    machine = verdict.machine if verdict is not None else None
     return Effect(
-        summary=summary, speedup=transition.effect, span=(transition.digest,), case=site.lineage.case.id,
+        summary=summary, speedup=site.effect, span=site.span, case=site.lineage.case.id,
         device=machine.device if machine is not None else "",
     )  # fmt: skip
 
@@ -66,8 +64,8 @@ def _risk(group: Group, note: RiskNote) -> Risk:
     refused = group.rejections
     if note.rejection is None or not 1 <= note.rejection <= len(refused):
         return Risk(text=note.text)
-    site, rejection = refused[note.rejection - 1]
-    return Risk(text=note.text, code=rejection.code, evidence=site.transition.digest)
+    step, rejection = refused[note.rejection - 1]
+    return Risk(text=note.text, code=rejection.code, evidence=step.digest)
 
 
 def _scope(group: Group, hypothesis: Hypothesis) -> CardScope:
@@ -82,12 +80,6 @@ def _scope(group: Group, hypothesis: Hypothesis) -> CardScope:
         capabilities=tuple(sorted(set(hypothesis.capabilities))),
         prior=tuple(category for category in Category if category in hypothesis.prior),
     )
-
-
-def _with_needs(card: SkillCard) -> SkillCard:
-    """The card with the capabilities that its category and code show, declared."""
-    wanted = tuple(sorted({*card.scope.capabilities, *implied_needs(card)}))
-    return msgspec.structs.replace(card, scope=msgspec.structs.replace(card.scope, capabilities=wanted))
 
 
 def _provenance(group: Group, model: str) -> dict[str, str]:

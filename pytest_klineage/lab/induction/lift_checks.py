@@ -1,6 +1,6 @@
 """What is wrong with a lifted card: the linter's findings, and what a model may get wrong about its own transitions.
 
-Nothing is corrected here: a finding is told to the model, or is the reason why there is no card.
+Nothing is corrected here: a finding is shown to the model, or is the reason why there is no card.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from pytest_klineage.errors import UnknownName
 from pytest_klineage.lab.induction.lift_groups import Group
 from pytest_klineage.lab.induction.lift_hypothesis import Hypothesis
-from pytest_klineage.lab.library.lint import BY_MACHINE, Rule, lint_card
+from pytest_klineage.lab.library.lint import BY_MACHINE, LintRule, lint_card
 from pytest_klineage.lab.library.normalise import canonical_capability, traces_in
 from pytest_klineage.records import KernelSource, SkillCard
 
@@ -29,37 +29,40 @@ LEAST_SIZE = 16
 LANGUAGES = ("cpp", "cuda", "python", "diff", "text")
 NUMBER = re.compile(r"(?<![\w.])(\d+)(?![\w.]*\w)(?!\s*-?\s*(?:byte|bit|B\b))")
 """A number of its own; not one of bytes or bits, which are properties of types and machines."""
-PERSISTING = frozenset({Rule.RISK_MISSING})
+PERSISTING = frozenset({LintRule.RISK_MISSING})
 """Findings that a model is asked about, and that are no reason to have no card."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong, as the model is told."""
+class CardFault(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that is wrong, as the model is shown it."""
 
     text: str
     fatal: bool = True
     """Whether a card that still has it after the repairs is given up."""
 
 
-def findings_about(group: Group, hypothesis: Hypothesis, card: SkillCard) -> list[Finding]:
+def findings_about(group: Group, hypothesis: Hypothesis, card: SkillCard) -> list[CardFault]:
     """Everything that is wrong with the card of this hypothesis, fatal or not; empty for a good one."""
     fatal = [
         *_linted(group, card),
         *_references(group, hypothesis),
+        *_inner_steps(group, card),
         *_lengths(card),
         *_carrier(group, card),
         *_instances(group, card),
         *_characters(card),
     ]
-    found = [Finding(text=text) for text in fatal]
+    found = [CardFault(text=text) for text in fatal]
     if not card.risks:
-        found.append(Finding(text="risks is empty: say what goes wrong when a precondition does not hold", fatal=False))
+        found.append(
+            CardFault(text="risks is empty: say what goes wrong when a precondition does not hold", fatal=False)
+        )
     if named := sorted(traces_in(card.carrier) & BY_MACHINE):
         text = (
             f"the carrier uses intrinsics of {', '.join(named)}, so that only machines with them would ever get the "
             "card: write vectors of any width (a type vec of W lanes; load, store, broadcast, fma)"
         )
-        found.append(Finding(text=text, fatal=False))
+        found.append(CardFault(text=text, fatal=False))
     return found
 
 
@@ -72,10 +75,10 @@ def _linted(group: Group, card: SkillCard) -> Iterator[str]:
 
 def _references(group: Group, hypothesis: Hypothesis) -> Iterator[str]:
     count = len(group.rejections)
-    for place, risk in enumerate(hypothesis.risks):
+    for position, risk in enumerate(hypothesis.risks):
         if risk.rejection is not None and not 1 <= risk.rejection <= count:
             valid = f"they are numbered 1 to {count}" if count else "nothing was refused here; write null"
-            yield f"risks[{place}] cites the refused proposal {risk.rejection}; {valid}"
+            yield f"risks[{position}] cites the refused proposal {risk.rejection}; {valid}"
     done = set.intersection(*(set(site.done) for site in group.sites))
     for category in hypothesis.prior:
         if category not in done:
@@ -86,6 +89,15 @@ def _references(group: Group, hypothesis: Hypothesis) -> Iterator[str]:
             canonical_capability(name)
         except UnknownName as error:
             yield f"capabilities: {error}"
+
+
+def _inner_steps(group: Group, card: SkillCard) -> Iterator[str]:
+    """Steps of a span that show no effect alone: each is a condition of the card."""
+    conditions = " ".join(item.condition for item in card.preconditions)
+    for site in group.sites:
+        for step in site.steps[:-1]:
+            if step.category.value not in conditions:
+                yield f"no precondition names the earlier step {step.category.value}, without which the span is none"
 
 
 def _lengths(card: SkillCard) -> Iterator[str]:
@@ -127,11 +139,12 @@ def _instances(group: Group, card: SkillCard) -> Iterator[str]:
     """Figures of the instance in what must hold wherever the card is used."""
     figures = {int(number) for value in card.settings.values() for number in re.findall(r"\d+", value)}
     sizes = {size for site in group.sites for size in site.lineage.case.shape.values() if size >= LEAST_SIZE}
-    for place, item in enumerate(card.preconditions):
+    for position, item in enumerate(card.preconditions):
         found = sorted({int(number) for number in NUMBER.findall(item.condition)} & ({*figures, *sizes} - {0, 1}))
         if found:
             yield (
-                f"preconditions[{place}].condition names {', '.join(map(str, found))}, which belongs to this instance: "
+                f"preconditions[{position}].condition names {', '.join(map(str, found))}, which belongs to this "
+                f"instance: "
                 "say the condition by what the number stands for (the tile's width, the number of lanes), and keep the "
                 "number in settings"
             )
@@ -148,8 +161,8 @@ def _characters(card: SkillCard) -> Iterator[str]:
 def _prose(card: SkillCard) -> Iterable[tuple[str, str]]:
     yield "anchor", card.anchor
     yield "effect", card.effect.summary
-    for place, item in enumerate(card.preconditions):
-        yield f"preconditions[{place}].condition", item.condition
-        yield f"preconditions[{place}].reason", item.reason
-    for place, risk in enumerate(card.risks):
-        yield f"risks[{place}].text", risk.text
+    for position, item in enumerate(card.preconditions):
+        yield f"preconditions[{position}].condition", item.condition
+        yield f"preconditions[{position}].reason", item.reason
+    for position, risk in enumerate(card.risks):
+        yield f"risks[{position}].text", risk.text

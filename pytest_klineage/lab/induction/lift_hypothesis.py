@@ -6,7 +6,9 @@ from typing import Any
 
 import msgspec
 
-from pytest_klineage.lab.llm import MalformedReply, Reply, one_object, usable_text
+from pytest_klineage.lab.llm.backend import Reply
+from pytest_klineage.lab.llm.edits import one_object, usable_text
+from pytest_klineage.lab.llm.faults import MalformedReply
 from pytest_klineage.records import Carrier, Category, Precondition
 
 
@@ -15,7 +17,7 @@ class RiskNote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     text: str
     rejection: int | None = None
-    """As the prompt numbers them, from 1; None for a risk that nobody saw."""
+    """As the prompt numbers them, from 1; None for a risk that was not seen."""
 
 
 class Hypothesis(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

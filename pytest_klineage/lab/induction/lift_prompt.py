@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-from pytest_klineage.lab.induction.lift_checks import Finding
+import msgspec
+
+from pytest_klineage.lab.induction.derive import without_header
+from pytest_klineage.lab.induction.lift_checks import CardFault
 from pytest_klineage.lab.induction.lift_groups import Group, Site
-from pytest_klineage.lab.induction.texts import one_line, prompt_text
-from pytest_klineage.lab.library.edits import diff_edit
-from pytest_klineage.lab.library.rendering import fenced, speedup_text
-from pytest_klineage.records import KernelSource, Rejection
+from pytest_klineage.lab.induction.prompts import filled, one_line
+from pytest_klineage.lab.library.lineages import edit_between
+from pytest_klineage.lab.library.rendering import BYTES_PER_TOKEN, CARD_TOKENS, fenced, speedup_text
+from pytest_klineage.records import KernelSource, Rejection, Transition
 
 KERNEL_LIMIT = 40_000
 """Characters of a kernel that a prompt shows; of a longer one it shows the changed part alone."""
+BUDGET = {"TOKENS": f"{CARD_TOKENS:,}", "BYTES": f"{CARD_TOKENS * BYTES_PER_TOKEN:,}"}
+"""What a card may take of a prompt, as the words of the prompts say it."""
+INTENT_LIMIT = 2000
+"""Characters of an author's description of a step."""
 
 
-def system_prompt() -> str:
+def system_prompt(on_gpu: bool = False) -> str:
     """Who the model is, what a card is, and how it answers."""
-    return prompt_text("lift-system")
+    advice = filled("lift-advice-gpu", **BUDGET) if on_gpu else filled("lift-advice-cpu")
+    return filled("lift-system", ADVICE=advice.rstrip("\n"))
 
 
 def request_text(group: Group) -> str:
@@ -31,7 +40,7 @@ def request_text(group: Group) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def repair_text(findings: Iterable[Finding]) -> str:
+def repair_text(findings: Iterable[CardFault]) -> str:
     """What was wrong with the last reply, and what to send now."""
     listed = "\n".join(f"- {finding.text}" for finding in findings)
     return (
@@ -42,10 +51,12 @@ def repair_text(findings: Iterable[Finding]) -> str:
 
 def _site_text(site: Site, number: int) -> str:
     transition, lineage = site.transition, site.lineage
+    if site.on_gpu:
+        return _gpu_site_text(site, number)
     sizes = ", ".join(f"{axis} = {size}" for axis, size in lineage.case.shape.items())
     before = ", ".join(category.value for category in site.done) or "none: the kernel before it is naive"
     facts = [
-        f"# Transition {number}: {site.place} of {len(lineage.transitions)}",
+        f"# Transition {number}: {site.position} of {len(lineage.transitions)}",
         "",
         f"- operator: {lineage.operator}, {lineage.case.dtype}, {sizes}",
         f"- platform and language: {lineage.platform}, {lineage.surface.value}",
@@ -57,8 +68,41 @@ def _site_text(site: Site, number: int) -> str:
     return "\n".join(facts) + f"\n\n{_code_text(site)}"
 
 
+def _gpu_site_text(site: Site, number: int) -> str:
+    lineage = site.lineage
+    sizes = ", ".join(f"{axis} = {size}" for axis, size in lineage.case.shape.items())
+    before = ", ".join(category.value for category in site.done) or "none: the kernel before it is naive"
+    facts = [
+        f"# {'Transition' if site.first is None else 'Span'} {number}: {site.position} of {len(lineage.transitions)}",
+        "",
+        f"- operator: {lineage.operator}, {lineage.case.dtype}, {sizes}",
+        f"- platform and language: {lineage.platform}, {lineage.surface.value}",
+        *(line for step in site.steps for line in _author_lines(step)),
+        f"- steps made before it: {before}",
+        f"- measured, time before over time after: {speedup_text(site.effect)}",
+    ]
+    bare = msgspec.structs.replace(site, before=_comparable(site.before), after=_comparable(site.after))
+    return "\n".join(facts) + f"\n\n{_code_text(bare)}"
+
+
+def _author_lines(step: Transition) -> Iterator[str]:
+    """What the author of a step says about it."""
+    yield f"- step: {step.category.value} at {one_line(step.locus)}"
+    yield f"- intent, as recorded: {one_line(step.intent, INTENT_LIMIT)}"
+    yield from (f"- needs, says its author: {one_line(text)}" for text in step.preconditions)
+    yield from (f"- goes wrong, says its author: {one_line(text)}" for text in step.risks)
+
+
+def _comparable(source: KernelSource) -> KernelSource:
+    """A hand-made state without its author's header; its first file has one name in every state, so that a diff is
+    one of lines."""
+    first, *more = without_header(source).files
+    plain = msgspec.structs.replace(first, name=f"kernel{Path(first.name).suffix}")
+    return msgspec.structs.replace(source, files=(plain, *more))
+
+
 def _code_text(site: Site) -> str:
-    diff = diff_edit(_texts(site.before), _texts(site.after)).diff
+    diff = edit_between(site.before, site.after).diff
     change = f"## The step as a diff\n\n{fenced(diff, 'diff')}"
     main = site.before.main
     if main is None or len(main.text) > KERNEL_LIMIT:
@@ -80,7 +124,3 @@ def _rejection_text(number: int, rejection: Rejection) -> str:
         f"{number}. {kind}, {rejection.category.value} at {one_line(rejection.locus)}: {one_line(rejection.intent)} "
         f"Refused ({code}): {one_line(rejection.reason)}"
     )
-
-
-def _texts(source: KernelSource) -> dict[str, str]:
-    return {file.name: file.text for file in source.files}

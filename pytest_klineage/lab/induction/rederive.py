@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from pytest_klineage.lab.induction.prompts import filled, kernel_text, meaning_of
 from pytest_klineage.lab.induction.replies import Simplification, kernel_in
-from pytest_klineage.lab.induction.texts import filled, kernel_text, meaning_of
 from pytest_klineage.lab.induction.verdicts import WIDE, Judging
-from pytest_klineage.lab.library.edits import diff_edit
-from pytest_klineage.lab.library.lineages import RIGHT
+from pytest_klineage.lab.library.lineages import RIGHT, edit_between
 from pytest_klineage.lab.llm.faults import MalformedReply
 from pytest_klineage.lab.llm.session import Chat
 from pytest_klineage.lab.optimizers.feedback import feedback_text
@@ -82,7 +81,7 @@ def shortfall(verdict: Verdict) -> str:
 
 
 def refusal_feedback(verdict: Verdict) -> str:
-    """What a model is told of a verdict beside the reason: all of it for a wrong kernel, the times for a slow one."""
+    """What a model is shown of a verdict beside the reason: all of it for a wrong kernel, the times for a slow one."""
     timing = verdict.timing
     if verdict.status not in RIGHT or timing is None:
         return f"{feedback_text(verdict)}\n"
@@ -102,11 +101,7 @@ def _first_prompt(step: Simplification) -> str:
 def _rejection(
     step: Simplification, reason: str, source: KernelSource | None = None, verdict: Verdict | None = None
 ) -> Rejection:
-    edit = None
-    if source is not None:
-        before, made = ({file.name: file.text for file in one.files} for one in (step.source, source))
-        edit = diff_edit(before, made)
     return Rejection(
-        forward=True, category=step.category, locus=step.locus, intent=step.intent, edit=edit, reason=reason,
-        verdict=verdict,
+        forward=True, category=step.category, locus=step.locus, intent=step.intent, reason=reason, verdict=verdict,
+        edit=edit_between(step.source, source) if source is not None else None,
     )  # fmt: skip

@@ -21,7 +21,7 @@ JSON_BLOCK = re.compile(
     r"^ {0,3}(?P<mark>`{3,}|~{3,})[ \t]*json[^\n]*\n(?P<text>.*?)^ {0,3}(?P=mark)[ \t]*$", re.M | re.S
 )
 LOCUS_LIMIT, INTENT_LIMIT, REASON_LIMIT = 160, 1000, 600
-"""Characters; the prompt asks for somewhat less. An intent that is longer would be the kernel told in words."""
+"""Characters; the prompt asks for somewhat less. An intent that is longer would be the kernel in words."""
 MOST_REMAINING = 20
 
 
@@ -35,13 +35,13 @@ class Simplification(msgspec.Struct, frozen=True, kw_only=True):
     """The simpler kernel."""
 
 
-class Done(msgspec.Struct, frozen=True):
+class ProposerDone(msgspec.Struct, frozen=True):
     """The proposer sees nothing that could be taken out."""
 
     reason: str
 
 
-class Leftover(msgspec.Struct, frozen=True):
+class RemainingOptimization(msgspec.Struct, frozen=True):
     """An optimization that is still in a kernel which was said to be naive."""
 
     category: str
@@ -52,11 +52,11 @@ class Leftover(msgspec.Struct, frozen=True):
         return f"{self.category} in {self.locus}: {self.why}"
 
 
-def proposal_in(reply: Reply, kernel: KernelSource) -> Simplification | Done:
+def proposal_in(reply: Reply, kernel: KernelSource) -> Simplification | ProposerDone:
     """What a reply proposes for `kernel`. Raises MalformedReply."""
     fields, rest = _head(usable_text(reply))
     if fields.get("done") is True:
-        return Done(_text(fields, "reason", REASON_LIMIT))
+        return ProposerDone(_text(fields, "reason", REASON_LIMIT))
     category, locus = _category(fields), _text(fields, "locus", LOCUS_LIMIT)
     intent = _text(fields, "intent", INTENT_LIMIT)
     if not rest.strip():
@@ -74,13 +74,15 @@ def kernel_in(reply: Reply, base: KernelSource, *, label: str) -> KernelSource:
     return source
 
 
-def leftovers_in(reply: Reply) -> tuple[Leftover, ...]:
+def remaining_in_reply(reply: Reply) -> tuple[RemainingOptimization, ...]:
     """What an audit still sees; empty for a naive kernel. Raises MalformedReply."""
     found = one_object(usable_text(reply)).get("remaining")
     if not isinstance(found, list) or any(not isinstance(item, dict) for item in found):
         raise _unfit('send {"remaining": [...]}, a list of objects, or an empty list')
     return tuple(
-        Leftover(_category(item).value, _text(item, "locus", LOCUS_LIMIT), _text(item, "why", REASON_LIMIT))
+        RemainingOptimization(
+            _category(item).value, _text(item, "locus", LOCUS_LIMIT), _text(item, "why", REASON_LIMIT)
+        )
         for item in found[:MOST_REMAINING]
     )
 

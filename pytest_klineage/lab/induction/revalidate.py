@@ -11,10 +11,11 @@ from enum import StrEnum
 import msgspec
 
 from pytest_klineage.lab.induction.verdicts import Judge
-from pytest_klineage.lab.induction.walk import LEAST, inverse
+from pytest_klineage.lab.induction.walk import LEAST
 from pytest_klineage.lab.library.lineages import RIGHT, StoredLineage
 from pytest_klineage.lab.library.rendering import speedup_text
 from pytest_klineage.records import Interval, Status, Transition, Verdict
+from pytest_klineage.records.lineage import inverse
 from pytest_klineage.records.verdict import DISTURBED
 
 NEAR = 0.03
@@ -51,7 +52,7 @@ def sign_of(effect: Interval, near: float = NEAR) -> Sign:
 
 
 def agrees(recorded: Interval, measured: Interval, near: float = NEAR) -> bool:
-    """Whether a measured effect still has the recorded sign, or cannot be told from the recorded effect.
+    """Whether a measured effect still has the recorded sign, or cannot be distinguished from the recorded effect.
 
     An interval that reaches over a limit has no sign that another could contradict.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from pytest_klineage.lab.induction.replies import Leftover
+from pytest_klineage.lab.induction.replies import RemainingOptimization
 from pytest_klineage.records import Category, KernelSource, Surface
 
 C_LIKE = (Surface.CPP, Surface.CUDA)
@@ -23,7 +23,7 @@ TRICKS = {
     "a clock": r"\b(?:clock_gettime|rdtscp?|__rdtsc|steady_clock|high_resolution_clock)\b",
 }
 """What makes code slow without making it simpler, by a pattern that a proposal may not use more often than before."""
-LEFTOVERS = (
+REMAINING_PATTERNS = (
     (Category.SIMD, r"#include\s*<(?:immintrin|x86intrin|arm_neon)\.h>", "an include of intrinsics"),
     (Category.SIMD, r"\b_mm\d*_\w+|\b__m(?:128|256|512)\w*\b|\bvector_size\b", "vector intrinsics or types"),
     (Category.SIMD, r"__builtin_cpu_supports|\btarget\s*\(\s*\"", "a choice of instruction set"),
@@ -42,7 +42,7 @@ def code_of(source: KernelSource) -> str:
 
 
 def objection(simpler: KernelSource, kernel: KernelSource, earlier: Iterable[str]) -> str:
-    """Why a simplification of `kernel` is none, in a sentence; empty when nothing speaks against it.
+    """Reason why an edit of `kernel` is no simplification, in a sentence; empty if it is one.
 
     `earlier` are digests of the states that the walk has left behind.
     """
@@ -57,14 +57,14 @@ def objection(simpler: KernelSource, kernel: KernelSource, earlier: Iterable[str
     return ""
 
 
-def leftovers_of(source: KernelSource) -> tuple[Leftover, ...]:
+def remaining_in_source(source: KernelSource) -> tuple[RemainingOptimization, ...]:
     """Optimizations that can be seen by their words alone; only C++ kernels have a list of them."""
     if source.surface is not Surface.CPP:
         return ()
     code = "\n".join(COMMENTS[True].sub(lambda found: found[1] or " ", file.text) for file in source.files)
-    found = [(category, why, re.search(pattern, code)) for category, pattern, why in LEFTOVERS]
+    found = [(category, why, re.search(pattern, code)) for category, pattern, why in REMAINING_PATTERNS]
     return tuple(
-        Leftover(category.value, f"`{' '.join(match[0].split())}`", f"it has {why}")
+        RemainingOptimization(category.value, f"`{' '.join(match[0].split())}`", f"it has {why}")
         for category, why, match in found
         if match
     )

@@ -1,4 +1,4 @@
-"""Verdicts of a walk: one file with all of them beside the trajectory, judged once, and told again after a resume.
+"""Verdicts of a walk: one file with all of them beside the trajectory, judged once, and given again after a resume.
 
 The trajectory's `Judged` says on which line of the file the verdict lies, with every sample.
 """
@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
-import msgspec
-
 from pytest_klineage.errors import BadRecord, HarnessError, StoreError, UsageError
 from pytest_klineage.lab.llm.session import Session
-from pytest_klineage.lab.optimizers.recording import same_class
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.records import (
     Asked,
     Event,
@@ -27,9 +25,8 @@ from pytest_klineage.records import (
     Status,
     Verdict,
     from_json,
-    to_plain,
 )
-from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.codec import finite_json
 from pytest_klineage.records.verdict import DISTURBED
 
 VERDICTS_FILE = "verdicts.jsonl"
@@ -72,7 +69,7 @@ class VerdictFile:
 
     def append(self, verdict: Verdict) -> str:
         """Write a verdict down. Returns its place, for `Judged`. Raises StoreError."""
-        line = msgspec.json.encode(finite(to_plain(verdict)))
+        line = finite_json(verdict)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
@@ -87,12 +84,12 @@ class VerdictFile:
     def read(self, judged: Judged) -> Verdict:
         """The verdict that a `Judged` speaks of. Raises BadRecord when the file has another one there, or none."""
         _, _, number = judged.verdict.rpartition(":")
-        place = int(number) if number.isdigit() else 0
-        if not 1 <= place <= len(self._lines):
+        position = int(number) if number.isdigit() else 0
+        if not 1 <= position <= len(self._lines):
             raise BadRecord(f"{self.path} has no line {judged.verdict!r}: take it from where the trajectory is from")
-        verdict = from_json(self._lines[place - 1], Verdict)
+        verdict = from_json(self._lines[position - 1], Verdict)
         if (verdict.source_digest, verdict.code) != (judged.source_digest, judged.code):
-            raise BadRecord(f"{self.path}, line {place}, is not the verdict that the trajectory speaks of")
+            raise BadRecord(f"{self.path}, line {position}, is not the verdict that the trajectory speaks of")
         return verdict
 
 
@@ -111,27 +108,15 @@ class LiveJudging:
         verdict = judged_in_peace(self._judge, case, source, against)
         if verdict.status is Status.SKIPPED:
             raise UsageError(f"the gate cannot judge here: {verdict.reasons[0].message}")
-        place = self._file.append(verdict)
+        position = self._file.append(verdict)
         speed = verdict.timing.speedup.estimate if verdict.timing is not None and verdict.scored else None
         self._session.record(
             Judged(
-                source_digest=source.digest, code=verdict.code, verdict=place, call=_last_call(self._session),
+                source_digest=source.digest, code=verdict.code, verdict=position, call=_last_call(self._session),
                 speedup=speed,
             )
         )  # fmt: skip
         return verdict
-
-
-class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """A recorded verdict beside that of today."""
-
-    recorded: Verdict
-    fresh: Verdict
-
-    @property
-    def agrees(self) -> bool:
-        """Whether both are of one class."""
-        return same_class(self.recorded, self.fresh)
 
 
 class ReplayJudging:
@@ -143,7 +128,7 @@ class ReplayJudging:
         for event in events:
             if isinstance(event, Judged):
                 self._recorded.setdefault(event.source_digest, deque()).append(event)
-        self.compared: list[Compared] = []
+        self.rejudged: list[Rejudged] = []
 
     def __call__(self, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
         waiting = self._recorded.get(source.digest)
@@ -152,7 +137,7 @@ class ReplayJudging:
         recorded = self._file.read(waiting.popleft())
         if self._judge is not None:
             fresh = self._judge(case, source, against)
-            self.compared.append(Compared(recorded=recorded, fresh=fresh))
+            self.rejudged.append(Rejudged(step=len(self.rejudged), recorded=recorded, verdict=fresh))
         return recorded
 
 

@@ -1,6 +1,6 @@
 """The walk from an expert kernel backward to a naive one: propose, gate, re-derive, gate, and record as a lineage.
 
-It decides what is taken and when it ends. What models are told, and what verdicts are, is decided elsewhere.
+It decides what is taken and when it ends. What models are shown, and what verdicts are, is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ import msgspec
 
 from pytest_klineage import __version__
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.induction.deoptimize import Proposer, Taken
-from pytest_klineage.lab.induction.naive import Auditor
+from pytest_klineage.lab.induction.deoptimize import Auditor, Proposer
+from pytest_klineage.lab.induction.prompts import filled, one_line
 from pytest_klineage.lab.induction.rederive import FORWARD_RULE, Rederived, Rederiver, refusal_feedback
-from pytest_klineage.lab.induction.replies import Done, Leftover, Simplification
+from pytest_klineage.lab.induction.replies import ProposerDone, RemainingOptimization, Simplification
 from pytest_klineage.lab.induction.simplicity import objection
-from pytest_klineage.lab.induction.texts import filled, one_line, prompt_text
 from pytest_klineage.lab.induction.verdicts import Judging
-from pytest_klineage.lab.library.edits import diff_edit
-from pytest_klineage.lab.library.lineages import RIGHT, state_of
+from pytest_klineage.lab.library.lineages import RIGHT, edit_between, state_of
 from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import open_chat
 from pytest_klineage.records import (
-    Edit,
-    Interval,
     KernelCase,
     KernelSource,
     Lineage,
@@ -37,6 +33,7 @@ from pytest_klineage.records import (
     Transition,
     Verdict,
 )
+from pytest_klineage.records.lineage import inverse
 
 LEAST = 1e-4
 """Speedup that the case asks of every state: a state must be right, how slow it is is recorded."""
@@ -58,7 +55,7 @@ class WalkSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_output_tokens: int = 24_000
 
 
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
+class WalkOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """What a walk begins with."""
 
     case: KernelCase
@@ -71,7 +68,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """Where the kernel is from, such as "gemm/cpu-cpp"."""
 
 
-class Walked(msgspec.Struct, frozen=True, kw_only=True):
+class WalkResult(msgspec.Struct, frozen=True, kw_only=True):
     """A lineage, not sealed yet, and the sources of its states."""
 
     lineage: Lineage
@@ -96,7 +93,7 @@ class Walk:
     """One walk. `run` it once; where models and verdicts were recorded, the same replies lead to the same lineage."""
 
     def __init__(
-        self, origin: Origin, session: Session, judging: Judging, settings: WalkSettings | None = None,
+        self, origin: WalkOrigin, session: Session, judging: Judging, settings: WalkSettings | None = None,
         report: Report | None = None,
     ) -> None:  # fmt: skip
         self._origin, self._session, self._judging = origin, session, judging
@@ -109,12 +106,12 @@ class Walk:
         self._refused: list[Rejection] = []
         """At the state where the walk is."""
         self._all_refused: list[Rejection] = []
-        categories = prompt_text("categories")
+        categories = filled("categories")
         chat = {
             name: open_chat(session, name, system=system, context=(origin.contract,))
             for name, system in (
                 ("deoptimize", filled("deoptimize-system", categories=categories)),
-                ("rederive", prompt_text("rederive-system")),
+                ("rederive", filled("rederive-system")),
                 ("audit", filled("audit-system", categories=categories)),
             )
         }
@@ -124,7 +121,7 @@ class Walk:
         self._rederiver = Rederiver(chat["rederive"], judging, attempts=chosen.max_repairs + 1)
         self._auditor = Auditor(chat["audit"], attempts=chosen.max_misread)
 
-    def run(self) -> Walked:
+    def run(self) -> WalkResult:
         """Walk until nothing is left, or a limit says stop. Raises UsageError when the expert is not right here.
 
         A budget that runs out and a model that cannot be reached end the walk with what has been validated; a step
@@ -155,8 +152,8 @@ class Walk:
         """One step backward. None when it was made; otherwise why the walk ends at this state."""
         kernel = self._states[-1].source
         self._refused = []
-        self._proposer.turn_to(kernel, self._taken(), self._all_refused)
-        audited: tuple[Leftover, ...] = ()
+        self._proposer.turn_to(kernel, self._transitions, self._all_refused)
+        audited: tuple[RemainingOptimization, ...] = ()
         for attempt in range(1, self._settings.max_proposals + 1):
             if self._too_many():
                 return _End(Termination.REJECTION_LIMIT, f"{len(self._backward())} simplifications were refused")
@@ -165,8 +162,8 @@ class Walk:
             if isinstance(proposal, Simplification):
                 if self._try(proposal):
                     return None
-            elif isinstance(proposal, Done):
-                left = self._auditor.leftovers(kernel)
+            elif isinstance(proposal, ProposerDone):
+                left = self._auditor.remaining(kernel)
                 if not left:
                     return _End(Termination.NAIVE_REACHED, proposal.reason)
                 if audited:
@@ -210,11 +207,11 @@ class Walk:
             raise RuntimeError("only a step that was re-derived and timed is taken")
         rederived = None
         if made.digest != after.digest:
-            rederived = Rederivation(edit=_edit(before, made), source_digest=made.digest)
+            rederived = Rederivation(edit=edit_between(before, made), source_digest=made.digest)
         self._transitions.append(
             Transition(
                 category=step.category, locus=step.locus, intent=step.intent, before=before.digest,
-                after=after.digest, backward=_edit(after, before), forward=_edit(before, after),
+                after=after.digest, backward=edit_between(after, before), forward=edit_between(before, after),
                 rederived=rederived, forward_verdict=judged, effect=inverse(verdict.timing.speedup),
                 rejected=tuple(self._refused),
             )
@@ -223,7 +220,7 @@ class Walk:
         self._refused = []
 
     def _refuse(self, step: Simplification, reason: str, verdict: Verdict | None = None) -> None:
-        edit = _edit(self._states[-1].source, step.source)
+        edit = edit_between(self._states[-1].source, step.source)
         self._keep(
             Rejection(
                 forward=False, category=step.category, locus=step.locus, intent=step.intent, edit=edit,
@@ -243,14 +240,11 @@ class Walk:
     def _too_many(self) -> bool:
         return len(self._backward()) >= self._settings.max_rejections
 
-    def _taken(self) -> list[Taken]:
-        return [Taken(category=step.category, locus=step.locus, intent=step.intent) for step in self._transitions]
-
     def _tell(self, what: str) -> None:
         spent = self._session.budget.spent_usd
         self._report(f"step {len(self._transitions) + 1}: {what} (${spent:.2f} of ${self._session.budget.limit_usd:g})")
 
-    def _walked(self, end: _End) -> Walked:
+    def _walked(self, end: _End) -> WalkResult:
         """The lineage, naive first."""
         first = "naive" if end.termination is Termination.NAIVE_REACHED else "start"
         steps = self._transitions[::-1]
@@ -266,7 +260,7 @@ class Walk:
             termination=end.termination, termination_reason=end.reason, provenance=self._provenance(),
         )  # fmt: skip
         sources = [msgspec.structs.replace(state.source, label=name) for state, name in zip(walked, names, strict=True)]
-        return Walked(lineage=lineage, sources=tuple(sources))
+        return WalkResult(lineage=lineage, sources=tuple(sources))
 
     def _provenance(self) -> dict[str, str]:
         usage = self._session.usage
@@ -282,16 +276,6 @@ class Walk:
         }
 
 
-def inverse(interval: Interval) -> Interval:
-    """The interval of one over a ratio. The median of paired logarithms makes this exact, not an approximation."""
-    return Interval(1 / interval.estimate, 1 / interval.high, 1 / interval.low, interval.confidence)
-
-
-def _edit(start: KernelSource, end: KernelSource) -> Edit:
-    before, after = ({file.name: file.text for file in one.files} for one in (start, end))
-    return diff_edit(before, after)
-
-
-def _still_seen(done: Done, left: tuple[Leftover, ...]) -> str:
-    listed = "; ".join(str(leftover) for leftover in left)
+def _still_seen(done: ProposerDone, left: tuple[RemainingOptimization, ...]) -> str:
+    listed = "; ".join(str(optimization) for optimization in left)
     return f"{done.reason} The audit still saw: {listed}"

@@ -6,11 +6,13 @@ card.json is the record, SKILL.md the same card rendered; `lint` compares them. 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.errors import BadRecord, UnknownName, UsageError
+from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.normalise import held_out
 from pytest_klineage.lab.library.rendering import NAME, NAME_LIMIT, skill_markdown
 from pytest_klineage.records import (
@@ -21,7 +23,6 @@ from pytest_klineage.records import (
     Lineage,
     SkillCard,
     Trial,
-    from_json,
 )
 from pytest_klineage.results.storage import record_json, write_atomically
 
@@ -32,7 +33,7 @@ SKILL_FILE = "SKILL.md"
 def write_card(skills: Path, card: SkillCard) -> Path:
     """Write both forms of a card to its folder below skills/, and return the folder.
 
-    Raises UsageError for a name that is none, and when writing fails.
+    Raises UsageError for an invalid name, and when writing fails.
     """
     check_name(card.name)
     directory = skills / card.name
@@ -47,13 +48,7 @@ def write_card(skills: Path, card: SkillCard) -> Path:
 
 def read_card(directory: Path) -> SkillCard:
     """The card of a folder. Raises UsageError when there is none, BadRecord with the file's name when it is damaged."""
-    path = directory / CARD_FILE
-    try:
-        return from_json(path.read_bytes(), SkillCard)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except BadRecord as error:
-        raise BadRecord(f"{path}: {error}") from error
+    return read_json(directory / CARD_FILE, SkillCard)
 
 
 def card_folders(skills: Path) -> list[Path]:
@@ -64,6 +59,15 @@ def card_folders(skills: Path) -> list[Path]:
 def find_cards(skills: Path) -> list[SkillCard]:
     """All cards below skills/, by name. Raises UsageError or BadRecord for one that cannot be read."""
     return [read_card(folder) for folder in card_folders(skills)]
+
+
+def readable_cards(skills: Path) -> list[SkillCard]:
+    """The cards below skills/ that can be read, by name."""
+    found = []
+    for folder in card_folders(skills):
+        with suppress(UsageError):
+            found.append(read_card(folder))
+    return found
 
 
 def find_card(skills: Path, name: str) -> SkillCard:

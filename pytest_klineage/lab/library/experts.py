@@ -3,7 +3,6 @@
 [kernel]                       operator, platform, surface
 [variants.expert]              files (the first is compiled), entry, flags, techniques, label, platforms
 [variants.naive]               as many variants as there are; "expert" and "naive" are what suites ask for
-[[stages]]                     file, adds, preconditions, risks, platforms: from naive to expert, one optimization each
 [contract]                     what the kernel demands of its arguments; free text by topic
 [provenance]                   where it comes from: author, licence, source
 """
@@ -22,7 +21,7 @@ from pytest_klineage.records import KernelSource, SourceFile, Surface
 EXPERT_FILE = "expert.toml"
 
 
-class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExpertVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One kernel of an expert's folder."""
 
     files: tuple[str, ...]
@@ -37,24 +36,6 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Platforms that it can be built for; the folder's own when empty."""
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kernel on the way from naive to expert; it adds a single optimization to the stage before it."""
-
-    file: str
-    """Relative to the folder."""
-    adds: str
-    """The optimization, in the field's words."""
-    preconditions: tuple[str, ...] = ()
-    risks: tuple[str, ...] = ()
-    platforms: tuple[str, ...] = ()
-    """Platforms that it can be built for; the folder's own when empty."""
-
-    @property
-    def name(self) -> str:
-        """What tables call it: the file's name without its suffix, such as "07-wgmma"."""
-        return Path(self.file).stem
-
-
 class Expert(msgspec.Struct, frozen=True, kw_only=True):
     """The kernels of one operator, platform and surface."""
 
@@ -62,9 +43,7 @@ class Expert(msgspec.Struct, frozen=True, kw_only=True):
     platform: str
     surface: Surface
     directory: Path
-    variants: dict[str, Variant]
-    stages: tuple[Stage, ...] = ()
-    """Naive first; empty where none are kept."""
+    variants: dict[str, ExpertVariant]
     contract: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
 
@@ -78,22 +57,9 @@ class Expert(msgspec.Struct, frozen=True, kw_only=True):
             surface=self.surface, files=files, entry=chosen.entry, flags=chosen.flags, label=chosen.label or variant
         )
 
-    def stage(self, name: str) -> Stage:
-        """The stage of that name. Raises UnknownName."""
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        raise UnknownName(f"stage of {self.directory}", name, [stage.name for stage in self.stages])
-
-    def stage_source(self, name: str) -> KernelSource:
-        """The source of one stage, read from disk. Raises UnknownName, or UsageError for an unreadable file."""
-        stage = self.stage(name)
-        file = SourceFile(name=Path(stage.file).name, text=_read(self.directory / stage.file))
-        return KernelSource(surface=self.surface, files=(file,), entry="run", label=stage.name)
-
-    def platforms_of(self, kernel: Variant | Stage) -> tuple[str, ...]:
+    def platforms_of(self, variant: ExpertVariant) -> tuple[str, ...]:
         """Platforms that one of these kernels can be built for."""
-        return kernel.platforms or (self.platform,)
+        return variant.platforms or (self.platform,)
 
 
 class _Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,8 +70,7 @@ class _Kernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernel: _Kernel
-    variants: dict[str, Variant]
-    stages: tuple[Stage, ...] = ()
+    variants: dict[str, ExpertVariant]
     contract: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
 
@@ -128,7 +93,6 @@ def read_expert(path: Path) -> Expert:
         surface=parsed.kernel.surface,
         directory=path.parent,
         variants=dict(sorted(parsed.variants.items())),
-        stages=parsed.stages,
         contract=parsed.contract,
         provenance=parsed.provenance,
     )
@@ -151,10 +115,7 @@ def _check(path: Path, parsed: _File) -> None:
     for name, variant in parsed.variants.items():
         if not variant.files:
             raise UsageError(f"{path}: variants.{name} has no files")
-    for file in (
-        *(file for variant in parsed.variants.values() for file in variant.files),
-        *(s.file for s in parsed.stages),
-    ):
+    for file in (file for variant in parsed.variants.values() for file in variant.files):
         if Path(file).is_absolute() or ".." in Path(file).parts:
             raise UsageError(f"{path}: {file} must lie in the expert's own folder")
 

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from pytest_klineage.lab.library.foreign import (
-    UnmappedField,
-    card_name,
-    category_of,
-    decoded,
-    language_of,
-    list_of,
-    mapped,
-    mapping_of,
-    object_of,
-    text_of,
-    texts_of,
-)
+from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.lab.library.front_matter import markdown_sections, split_front_matter
-from pytest_klineage.lab.library.normalise import canonical_capability, canonical_platform, implied_needs
+from pytest_klineage.lab.library.normalise import canonical_capability, canonical_platform, with_implied_needs
+from pytest_klineage.lab.library.rendering import NAME, NAME_LIMIT
+from pytest_klineage.operators import by_alias
 from pytest_klineage.records import (
     CardScope,
     Carrier,
@@ -45,24 +35,98 @@ from pytest_klineage.records import (
 )
 from pytest_klineage.records.card import ANY
 
+T = TypeVar("T")
+Text: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"\S")]
+"""A text that is not blank."""
+CATEGORY_NAMES = {
+    "tile": Category.TILE_STAGE, "sm_stage": Category.TILE_STAGE, "shared_memory_staging": Category.TILE_STAGE,
+    "cp_async": Category.PIPELINE, "cp_async_pipeline": Category.PIPELINE, "software_pipelining": Category.PIPELINE,
+    "vectorize": Category.VECTORIZE_GLOBAL, "warp_specialization": Category.WARP_SPECIALIZE, "tma": Category.TMA_LOAD,
+    "gemm_phase_decomposition": Category.PHASE_DECOMPOSITION, "warp_shuffle_scan": Category.SHUFFLE_SCAN,
+    "multi_threaded_block_parallelism": Category.BLOCK_PARALLEL, "threads": Category.BLOCK_PARALLEL,
+    "persistent_scheduling": Category.PERSISTENT, "cluster_multicast": Category.MULTICAST,
+}  # fmt: skip
+"""Words for our categories that are not their names; written with underscores."""
+LANGUAGE_NAMES = {"c++": Surface.CPP, "cuda c++": Surface.CUDA, "cuda-c++": Surface.CUDA}
 CLASS_NAMES = {
     "data type": PreconditionClass.DATA_TYPE, "data types": PreconditionClass.DATA_TYPE,
     "dtype": PreconditionClass.DATA_TYPE, "layout": PreconditionClass.LAYOUT, "storage": PreconditionClass.STORAGE,
     "pipeline": PreconditionClass.PIPELINE, "hardware": PreconditionClass.HARDWARE,
 }  # fmt: skip
-OPERATOR_NAMES = {"matmul": "gemm", "conv": "conv2d", "attention": "fmha", "top-k": "topk", "gated_delta_net": "gdn"}
 NO_REASON = "The source states none."
-NINE_FIELDS = frozenset({
-    "skill_id", "intent", "anchor", "carrier", "precondition", "effect", "evidence", "risk", "scope",
-    "verification_log", "requires", "provides", "conflicts",
-})  # fmt: skip
-FOUR_FIELDS = frozenset({"skill_id", "intent", "preconditions", "scope"})
-SCOPE_FIELDS = frozenset({"cases", "languages", "platforms", "prior_actions"})
-TARGET_FIELDS = frozenset({"case", "language", "platform", "prior_actions", "capabilities"})
-TRIAL_FIELDS = frozenset({"target", "validation", "expected_effect_observed", "held_out"})
 GATES = ("compile_passed", "correctness_passed", "profile_passed")
 OVERVIEW, CONFIGURATION, SNIPPET = "Overview", "Example configuration", "Code Change Snippet"
 PRECONDITION, SCOPE = "Precondition", "Scope"
+
+
+class UnmappedField(UsageError):
+    """A field of a foreign card that has no place in ours, or that is not what its format says."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        self.field = field
+        super().__init__(f"the card cannot be imported: {field}: {problem}")
+
+
+class _Scope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cases: list[str] = []
+    languages: list[str] = []
+    platforms: list[str] = []
+    prior_actions: list[str] = []
+
+
+class _Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    case: Text
+    language: Text
+    platform: Text
+    prior_actions: list[str] = []
+    capabilities: list[Any] = []
+
+
+class _Attempt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    target: _Target
+    validation: dict[str, Any]
+    expected_effect_observed: bool = False
+    held_out: bool = False
+
+
+class _Feature(msgspec.Struct, frozen=True):
+    locus: Text
+    name: Text
+
+
+class _Evidence(msgspec.Struct, frozen=True):
+    action_category: str = ""
+    rejected_evidence: list[str] = []
+
+
+class _NineFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    skill_id: Text
+    intent: Text
+    anchor: Text
+    carrier: Text
+    scope: _Scope
+    precondition: list[str] = []
+    effect: list[str] = []
+    evidence: list[dict[str, Any]] = []
+    """The source's own fields too, which are kept in words."""
+    risk: list[str] = []
+    verification_log: list[_Attempt] = []
+    requires: list[_Feature] = []
+    provides: list[_Feature] = []
+    conflicts: list[_Feature] = []
+
+
+class _FourScope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cases: list[str] = []
+    languages: list[str] = []
+    platforms: list[str] = []
+
+
+class _FourFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    skill_id: Text
+    intent: Text
+    scope: _FourScope
+    preconditions: list[str] = []
 
 
 def from_nine_fields(
@@ -74,57 +138,68 @@ def from_nine_fields(
     `classes` gives the class of each precondition where their texts do not begin with one; `category` and `name` stand
     in for what the source has not. Raises UnmappedField.
     """
-    card = object_of(decoded(data), "the card", NINE_FIELDS)
-    evidence = [mapping_of(item, f"evidence[{at}]") for at, item in enumerate(list_of(card, "evidence"))]
-    chosen = category or _category_of(evidence)
-    skill_id = text_of(card, "skill_id")
-    scope = _scope(object_of(card.get("scope"), "scope", SCOPE_FIELDS), _hardware(card))
-    trials = [_trial(item, f"verification_log[{at}]") for at, item in enumerate(list_of(card, "verification_log"))]
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise UnmappedField("the card", f"not JSON: {error}") from error
+    card = _converted(found, _NineFields)
+    evidence = _converted(card.evidence, list[_Evidence], "evidence")
+    chosen = category or _category_in(evidence)
+    capabilities = [feature.name for feature in card.requires if feature.locus == "hardware"]
+    scope = _scope(card.scope, capabilities)
+    refused = (text for item in evidence for text in item.rejected_evidence)
     imported = SkillCard(
-        name=card_name(name or f"{chosen.value}-{skill_id[:12]}"),
+        name=_card_name(name or f"{chosen.value}-{card.skill_id[:12]}"),
         category=chosen,
-        intent=text_of(card, "intent"),
-        anchor=text_of(card, "anchor"),
-        carrier=Carrier(kind=CarrierKind.SNIPPET, language="text", text=text_of(card, "carrier")),
-        preconditions=_preconditions(texts_of(card, "precondition"), "precondition", classes, {}),
-        effect=Effect(summary=" ".join(texts_of(card, "effect"))),
-        risks=tuple(Risk(text=text) for text in (*texts_of(card, "risk"), *_refused(evidence))),
+        intent=card.intent,
+        anchor=card.anchor,
+        carrier=Carrier(kind=CarrierKind.SNIPPET, language="text", text=card.carrier),
+        preconditions=_preconditions(card.precondition, "precondition", classes, {}),
+        effect=Effect(summary=" ".join(card.effect)),
+        risks=tuple(Risk(text=text) for text in (*card.risk, *refused)),
         scope=scope,
         origins=_origins(scope),
-        log=tuple(trials),
-        provenance={"imported": "nine fields", "skill_id": skill_id, **_features(card), **_evidence_facts(evidence)},
+        log=tuple(_trial(item, f"verification_log[{at}]") for at, item in enumerate(card.verification_log)),
+        provenance={"imported": "nine fields", "skill_id": card.skill_id, **dict(_in_words(card))},
     )
-    return _with_implied(imported)
+    return with_implied_needs(imported)
 
 
 def from_skill_markdown(text: str, *, category: Category, name: str = "") -> SkillCard:
-    """A card of the SKILL.md format with four metadata fields. It names no category: whoever imports it says it.
+    """A card of the SKILL.md format with four metadata fields. It names no category: whose import it is says it.
 
     The carrier is the overview and the code snippet, both verbatim. Raises UnmappedField, or FrontMatterError.
     """
     front, body = split_front_matter(text)
-    card = object_of(front, "the front matter", FOUR_FIELDS)
+    card = _converted(front, _FourFields)
     parts, chapters = markdown_sections(body), markdown_sections(body, level=1)
     _check_sections(parts, chapters)
-    skill_id = text_of(card, "skill_id")
-    scope = _scope(object_of(card.get("scope"), "scope", SCOPE_FIELDS - {"prior_actions"}), ())
-    reasons = _reasons(parts.get(PRECONDITION, ""))
-    configuration = parts.get(CONFIGURATION, "")
+    scope = _scope(_Scope(card.scope.cases, card.scope.languages, card.scope.platforms), ())
+    configuration = " ".join(parts.get(CONFIGURATION, "").split())
     carrier = f"{parts[OVERVIEW]}\n\n{chapters[SNIPPET]}\n"
     imported = SkillCard(
-        name=card_name(name or skill_id),
+        name=_card_name(name or card.skill_id),
         category=category,
-        intent=text_of(card, "intent"),
+        intent=card.intent,
         anchor=" ".join(re.split(r"\n\s*\n", parts[OVERVIEW].strip())[0].split()),
         carrier=Carrier(kind=CarrierKind.SNIPPET, language="markdown", text=carrier),
-        preconditions=_preconditions(texts_of(card, "preconditions"), "preconditions", None, reasons),
-        settings={"example configuration": " ".join(configuration.split())} if configuration.strip() else {},
+        preconditions=_preconditions(card.preconditions, "preconditions", None, _reasons(parts.get(PRECONDITION, ""))),
+        settings={"example configuration": configuration} if configuration else {},
         effect=Effect(summary="The source states no effect."),
         scope=scope,
         origins=_origins(scope),
-        provenance={"imported": "SKILL.md with four fields", "skill_id": skill_id},
+        provenance={"imported": "SKILL.md with four fields", "skill_id": card.skill_id},
     )
-    return _with_implied(imported)
+    return with_implied_needs(imported)
+
+
+def _converted(value: Any, kind: type[T], field: str = "") -> T:
+    """The value as its format has it. Raises UnmappedField, with the path of the field that is not."""
+    try:
+        return msgspec.convert(value, type=kind)
+    except msgspec.ValidationError as error:
+        problem, _, path = str(error).partition(" - at `$")
+        raise UnmappedField(f"{field}{path.rstrip('`')}".lstrip(".") or "the card", problem) from error
 
 
 def _check_sections(parts: Mapping[str, str], chapters: Mapping[str, str]) -> None:
@@ -141,13 +216,47 @@ def _check_sections(parts: Mapping[str, str], chapters: Mapping[str, str]) -> No
         raise UnmappedField("the text before the first heading", "it belongs to no section")
 
 
-def _category_of(evidence: Sequence[Mapping[str, Any]]) -> Category:
+def _category_in(evidence: Sequence[_Evidence]) -> Category:
     if not evidence:
         raise UnmappedField("evidence", "empty, so that no category is known; give category=")
-    found = mapped([text_of(item, "action_category") for item in evidence], "evidence[].action_category", category_of)
+    field = "evidence[].action_category"
+    found = _mapped([item.action_category for item in evidence], field, _category_of)
     if len(found) != 1 or not isinstance(found[0], Category):
-        raise UnmappedField("evidence[].action_category", f"one category is expected, got {len(found)}; give category=")
+        raise UnmappedField(field, f"one category is expected, got {len(found)}; give category=")
     return found[0]
+
+
+def _card_name(text: str) -> str:
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    if len(name) > NAME_LIMIT or not NAME.fullmatch(name):
+        raise UnmappedField("skill_id", f"{name!r} cannot be a card's name of at most {NAME_LIMIT}; give name=")
+    return name
+
+
+def _mapped(values: Sequence[str], field: str, canonical: Callable[[str], T]) -> tuple[T | str, ...]:
+    """Each value in our words; "*" stays. Raises UnmappedField."""
+    try:
+        return tuple(dict.fromkeys(value if value == ANY else canonical(value) for value in values))
+    except UnknownName as error:
+        raise UnmappedField(field, str(error)) from error
+
+
+def _language_of(name: str) -> Surface:
+    lower = name.strip().lower()
+    if lower in list(Surface):
+        return Surface(lower)
+    if lower in LANGUAGE_NAMES:
+        return LANGUAGE_NAMES[lower]
+    raise UnknownName("surface", name, list(Surface))
+
+
+def _category_of(name: str) -> Category:
+    lower = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    if lower in list(Category):
+        return Category(lower)
+    if lower in CATEGORY_NAMES:
+        return CATEGORY_NAMES[lower]
+    raise UnknownName("category", name, list(Category))
 
 
 def _preconditions(
@@ -178,15 +287,14 @@ def _reasons(section: str) -> dict[str, str]:
     return found
 
 
-def _scope(scope: Mapping[str, Any], capabilities: Sequence[str]) -> CardScope:
-    cases = [OPERATOR_NAMES.get(case.strip().lower(), case.strip().lower()) for case in texts_of(scope, "cases")]
-    steps = mapped(texts_of(scope, "prior_actions"), "scope.prior_actions", category_of)
-    languages = mapped(texts_of(scope, "languages"), "scope.languages", language_of)
+def _scope(scope: _Scope, capabilities: Sequence[str]) -> CardScope:
+    cases = [by_alias(case.strip().lower()) for case in scope.cases]
+    steps = _mapped(scope.prior_actions, "scope.prior_actions", _category_of)
     return CardScope(
         operators=tuple(cases),
-        surfaces=tuple(str(language) for language in languages),
-        platforms=mapped(texts_of(scope, "platforms"), "scope.platforms", canonical_platform),
-        capabilities=mapped(capabilities, "requires", canonical_capability),
+        surfaces=tuple(map(str, _mapped(scope.languages, "scope.languages", _language_of))),
+        platforms=_mapped(scope.platforms, "scope.platforms", canonical_platform),
+        capabilities=_mapped(capabilities, "requires", canonical_capability),
         prior=tuple(step for step in steps if isinstance(step, Category)),
     )
 
@@ -200,63 +308,28 @@ def _origins(scope: CardScope) -> tuple[Context, ...]:
     )  # fmt: skip
 
 
-def _hardware(card: Mapping[str, Any]) -> list[str]:
-    """Features required at the locus "hardware" are capabilities."""
-    found = [mapping_of(item, "requires") for item in list_of(card, "requires")]
-    return [text_of(item, "name") for item in found if item.get("locus") == "hardware"]
+def _in_words(card: _NineFields) -> Iterator[tuple[str, str]]:
+    """What nothing here checks, so that it is not lost: feature contracts; fingerprints, loci, edits, validations.
 
-
-def _features(card: Mapping[str, Any]) -> dict[str, str]:
-    """The feature contracts in words: nothing here checks them, but nothing is lost."""
-    found = {}
+    They lead to no lineage of ours, so they are no evidence.
+    """
     for field in ("requires", "provides", "conflicts"):
-        pairs = [mapping_of(item, field) for item in list_of(card, field)]
-        if pairs:
-            found[field] = ", ".join(f"{text_of(pair, 'locus')}: {text_of(pair, 'name')}" for pair in pairs)
-    return found
+        if features := getattr(card, field):
+            yield field, ", ".join(f"{feature.locus}: {feature.name}" for feature in features)
+    for at, item in enumerate(card.evidence):
+        for field in sorted(item.keys() - {*_Evidence.__struct_fields__}):
+            value = item[field]
+            yield f"evidence[{at}].{field}", value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
-def _evidence_facts(evidence: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Fingerprints, loci, edits and validations of the source. They lead to no lineage of ours, so are no evidence."""
-    taken = ("action_category", "rejected_evidence")
-    return {
-        f"evidence[{at}].{field}": value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-        for at, item in enumerate(evidence)
-        for field, value in sorted(item.items())
-        if field not in taken
-    }
-
-
-def _refused(evidence: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the source's own gate refused on the way: risks."""
-    named = {f"evidence[{at}].rejected_evidence": item.get("rejected_evidence", []) for at, item in enumerate(evidence)}
-    return [text for field in named for text in texts_of(named, field)]
-
-
-def _trial(item: Any, field: str) -> Trial:
-    trial = object_of(item, field, TRIAL_FIELDS)
-    target = object_of(trial.get("target"), f"{field}.target", TARGET_FIELDS)
-    validation = mapping_of(trial.get("validation"), f"{field}.validation")
-    if not all(validation.get(gate) is True for gate in GATES):
+def _trial(item: _Attempt, field: str) -> Trial:
+    if not all(item.validation.get(gate) is True for gate in GATES):
         outcome = TrialOutcome.REJECTED
     else:
-        outcome = TrialOutcome.SUCCESS if trial.get("expected_effect_observed") is True else TrialOutcome.NO_EFFECT
-    scope = _scope(
-        {
-            "cases": [text_of(target, "case")],
-            "languages": [text_of(target, "language")],
-            "platforms": [text_of(target, "platform")],
-            "prior_actions": list_of(target, "prior_actions"),
-        },
-        (),
-    )
-    if not (origins := _origins(scope)):
+        outcome = TrialOutcome.SUCCESS if item.expected_effect_observed else TrialOutcome.NO_EFFECT
+    target = item.target
+    origins = _origins(_scope(_Scope([target.case], [target.language], [target.platform], target.prior_actions), ()))
+    if not origins:
         raise UnmappedField(f"{field}.target", "'*' is no place at which anything was tried")
-    note = json.dumps({"validation": validation, "capabilities": target.get("capabilities", [])}, sort_keys=True)
-    return Trial(context=origins[0], outcome=outcome, held_out=trial.get("held_out") is True, imported=True, note=note)
-
-
-def _with_implied(card: SkillCard) -> SkillCard:
-    """The card with the capabilities that its category and its code show, which the source had no field for."""
-    every = sorted({*card.scope.capabilities, *implied_needs(card)})
-    return msgspec.structs.replace(card, scope=msgspec.structs.replace(card.scope, capabilities=tuple(every)))
+    note = json.dumps({"validation": item.validation, "capabilities": target.capabilities}, sort_keys=True)
+    return Trial(context=origins[0], outcome=outcome, held_out=item.held_out, imported=True, note=note)

@@ -1,8 +1,10 @@
-"""Lineages on disk: lineage.json and the file of every state beside it; reading, writing and verifying. No judging.
+"""Lineages on disk: lineage.json and the first state's files; reading, writing and verifying. No judging.
 
 experts/<operator>/<platform>-<surface>/lineage/
     lineage.json        the Lineage record: states, transitions, what was refused, why it ended
-    00-naive.cpp        one file per state, naive first; further files of a state are called 00-naive.NAME
+    00-naive.cpp        the first state; its further files are called 00-naive.NAME. The others are made by edits
+experts/<operator>/<platform>-<surface>/stages/
+    the same for a lineage that the author of the expert wrote by hand
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from pytest_klineage.errors import BadRecord, UsageError
-from pytest_klineage.lab.library.edits import EditError, apply_edit
+from pytest_klineage.errors import BadRecord, UnknownName, UsageError
 from pytest_klineage.records import (
     Edit,
     KernelSource,
@@ -27,10 +29,16 @@ from pytest_klineage.records import (
     Verdict,
     from_json,
 )
-from pytest_klineage.results.storage import record_json, write_atomically
+from pytest_klineage.records.edits import EditError, apply_edit, diff_edit, state_texts
+from pytest_klineage.results.retimed import effect_problems, read_retimed, with_effects
+from pytest_klineage.results.spans import span_problems
+from pytest_klineage.results.storage import outlined_json, write_atomically
 
-FOLDER = "lineage"
+T = TypeVar("T")
+FOLDER, HAND_MADE = "lineage", "stages"
 LINEAGE_FILE = "lineage.json"
+OUTLINE = 3
+"""Levels of lineage.json that are indented: each field of a state and of a step is one line."""
 RIGHT = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
 """Statuses of a kernel that computes the right thing; a simpler state may well be slow."""
 
@@ -47,13 +55,24 @@ class StoredLineage(msgspec.Struct, frozen=True, kw_only=True):
     sources: tuple[KernelSource, ...]
     """In the order of the states."""
 
+    def state(self, name: str) -> tuple[LineageState, KernelSource]:
+        """The state of that name, with its source. Raises UnknownName."""
+        for state, source in zip(self.lineage.states, self.sources, strict=True):
+            if state.name == name:
+                return state, source
+        raise UnknownName(f"state of {self.directory}", name, [state.name for state in self.lineage.states])
+
+    def platforms_of(self, state: LineageState) -> tuple[str, ...]:
+        """Platforms that a state can be built for."""
+        return state.platforms or (self.lineage.platform,)
+
 
 def state_of(index: int, name: str, source: KernelSource, verdict: Verdict) -> LineageState:
     """The state at this place of a lineage, with paths for its files."""
     stem = f"{index:02d}-{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-') or 'state'}"
     files = [
-        StateFile(file.name, f"{stem}{Path(file.name).suffix}" if place == 0 else f"{stem}.{file.name}")
-        for place, file in enumerate(source.files)
+        StateFile(file.name, f"{stem}{Path(file.name).suffix}" if position == 0 else f"{stem}.{file.name}")
+        for position, file in enumerate(source.files)
     ]
     return LineageState(
         name=name, files=tuple(files), entry=source.entry, flags=source.flags, source_digest=source.digest,
@@ -64,21 +83,19 @@ def state_of(index: int, name: str, source: KernelSource, verdict: Verdict) -> L
 def save_lineage(directory: Path, lineage: Lineage, sources: Sequence[KernelSource]) -> StoredLineage:
     """Seal, verify and write a lineage. Raises BrokenLineage before anything is written, UsageError if writing fails.
 
+    Of the states the first is written; the others are its edits.
     Files that an earlier lineage in this folder had and this one has not are removed.
     """
     stored = StoredLineage(directory=directory, lineage=lineage.sealed(), sources=tuple(sources))
     verify_lineage(stored)
-    paths = {
-        entry.path: file.text
-        for state, source in zip(stored.lineage.states, stored.sources, strict=True)
-        for entry, file in zip(state.files, source.files, strict=True)
-    }
+    first = zip(stored.lineage.states[0].files, stored.sources[0].files, strict=True)
+    paths = {entry.path: file.text for entry, file in first}
     try:
         stale = _listed_paths(directory) - set(paths)
         directory.mkdir(parents=True, exist_ok=True)
         for path, text in paths.items():
             write_atomically(directory / path, text.encode())
-        write_atomically(directory / LINEAGE_FILE, record_json(stored.lineage))
+        write_atomically(directory / LINEAGE_FILE, outlined_json(stored.lineage, OUTLINE))
         for path in stale:
             (directory / path).unlink(missing_ok=True)
     except OSError as error:
@@ -87,32 +104,55 @@ def save_lineage(directory: Path, lineage: Lineage, sources: Sequence[KernelSour
 
 
 def load_lineage(directory: Path) -> StoredLineage:
-    """Read a lineage and the files of its states, without verifying it.
+    """Read a lineage and make the sources of its states, without verifying it.
 
-    Raises UsageError when there is none, BadRecord when it does not decode, BrokenLineage when a file is missing.
+    Raises UsageError when there is none, BadRecord when it does not decode, BrokenLineage when a file is missing or an
+    edit does not apply.
     """
     lineage = read_record(directory)
-    return StoredLineage(
-        directory=directory,
-        lineage=lineage,
-        sources=tuple(_source(directory, lineage, state) for state in lineage.states),
-    )
+    first = {file.name: _read(directory, file.path) for state in lineage.states[:1] for file in state.files}
+    try:
+        texts = list(state_texts(lineage, first))
+    except EditError as error:
+        raise BrokenLineage(f"{directory / LINEAGE_FILE}: {error}") from error
+    pairs = zip(lineage.states, texts, strict=False)  # a number that does not fit is a problem of `problems_of`
+    sources = tuple(_source(directory, lineage, *pair) for pair in pairs)
+    return StoredLineage(directory=directory, lineage=lineage, sources=sources)
 
 
 def read_record(directory: Path) -> Lineage:
     """The record alone. Raises UsageError or BadRecord, with the file's name."""
-    path = directory / LINEAGE_FILE
+    return read_json(directory / LINEAGE_FILE, Lineage)
+
+
+def read_json(path: Path, kind: type[T]) -> T:
+    """The record of a file. Raises UsageError when it cannot be read, BadRecord with its name when it is damaged."""
     try:
-        return from_json(path.read_bytes(), Lineage)
+        return from_json(path.read_bytes(), kind)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except BadRecord as error:
         raise BadRecord(f"{path}: {error}") from error
 
 
+def read_timed(directory: Path) -> Lineage:
+    """The record with the effects that count: see results.retimed. Raises UsageError or BadRecord."""
+    return with_effects(read_record(directory), read_retimed(directory))
+
+
 def find_lineages(experts: Path) -> list[Path]:
-    """Folders of all lineages below experts/, sorted."""
+    """Folders of the lineages below experts/ that walks have made, sorted."""
     return sorted(path.parent for path in experts.glob(f"*/*/{FOLDER}/{LINEAGE_FILE}"))
+
+
+def find_hand_made(experts: Path) -> list[Path]:
+    """Folders of the lineages below experts/ that authors have written, sorted."""
+    return sorted(path.parent for path in experts.glob(f"*/*/{HAND_MADE}/{LINEAGE_FILE}"))
+
+
+def find_all(experts: Path) -> list[Path]:
+    """Folders of the lineages below experts/, walked ones first."""
+    return find_lineages(experts) + find_hand_made(experts)
 
 
 def verify_lineage(stored: StoredLineage) -> None:
@@ -143,9 +183,10 @@ def problems_of(stored: StoredLineage) -> list[str]:
     return problems + [f"{LINEAGE_FILE}: {text}" for text in _chain_problems(lineage)]
 
 
-def transition_digests(lineage: Lineage) -> tuple[str, ...]:
-    """Digests of the transitions, naive first: what cards cite as evidence."""
-    return tuple(transition.digest for transition in lineage.transitions)
+def all_problems_of(stored: StoredLineage) -> list[str]:
+    """The same, and what is wrong with its steps that were timed again, or together. Raises BadRecord."""
+    retimed = effect_problems(stored.lineage, read_retimed(stored.directory))
+    return [*problems_of(stored), *retimed, *span_problems(stored.lineage, stored.directory)]
 
 
 def _listed_paths(directory: Path) -> set[str]:
@@ -161,23 +202,28 @@ def _is_plain(name: str) -> bool:
     return re.fullmatch(r"[^/\0@.-][^/\0]*", name) is not None and name != LINEAGE_FILE
 
 
-def _source(directory: Path, lineage: Lineage, state: LineageState) -> KernelSource:
-    files = []
-    for file in state.files:
-        if not _is_plain(file.path):
-            raise BrokenLineage(f"{directory / LINEAGE_FILE}: {file.path!r} is not the plain name of a file beside it")
-        path = directory / file.path
-        try:
-            # Bytes, not text: reading as text would turn CRLF into LF, and the digest is over what is there.
-            text = path.read_bytes().decode("utf-8")
-        except OSError as error:
-            raise BrokenLineage(f"{path} cannot be read: {error.strerror or error}") from error
-        except UnicodeDecodeError as error:
-            raise BrokenLineage(f"{path} is not UTF-8: {error}") from error
-        files.append(SourceFile(name=file.name, text=text))
+def _read(directory: Path, name: str) -> str:
+    if not _is_plain(name):
+        raise BrokenLineage(f"{directory / LINEAGE_FILE}: {name!r} is not the plain name of a file beside it")
+    path = directory / name
+    try:
+        # Bytes, not text: reading as text would turn CRLF into LF, and the digest is over what is there.
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise BrokenLineage(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise BrokenLineage(f"{path} is not UTF-8: {error}") from error
+
+
+def _source(directory: Path, lineage: Lineage, state: LineageState, texts: Mapping[str, str]) -> KernelSource:
+    names = [file.name for file in state.files]
+    if sorted(names) != sorted(texts):
+        made = ", ".join(sorted(texts))
+        raise BrokenLineage(f"{directory / LINEAGE_FILE}: the state {state.name!r} names other files than {made}")
     return KernelSource(
-        surface=lineage.surface, files=tuple(files), entry=state.entry, flags=state.flags, label=state.name
-    )
+        surface=lineage.surface, files=tuple(SourceFile(name, texts[name]) for name in names), entry=state.entry,
+        flags=state.flags, label=state.name,
+    )  # fmt: skip
 
 
 def _whole(lineage: Lineage) -> Iterator[str]:
@@ -193,7 +239,10 @@ def _state_problems(lineage: Lineage, state: LineageState, source: KernelSource)
         yield f"the state {state.name!r} has no files"
     if source.digest != state.source_digest:
         yield f"its digest is {source.digest[:12]}, the lineage says {state.source_digest[:12]}: it was changed"
-    yield from _verdict_problems(lineage, state.verdict, state.source_digest, f"the verdict of {state.name!r}")
+    if state.verdict is not None:
+        yield from _verdict_problems(lineage, state.verdict, state.source_digest, f"the verdict of {state.name!r}")
+    elif not lineage.hand_made:
+        yield f"the state {state.name!r} has no verdict"
 
 
 def _verdict_problems(lineage: Lineage, verdict: Verdict, digest: str, which: str) -> Iterator[str]:
@@ -212,6 +261,10 @@ def _transition_problems(lineage: Lineage, index: int, before: KernelSource, aft
     if (transition.before, transition.after) != (states[index].source_digest, states[index + 1].source_digest):
         yield f"it does not lead from {states[index].name!r} to {states[index + 1].name!r}"
     yield from _edit_problems(transition.forward, before, after, "forward")
+    if transition.backward is None or transition.forward_verdict is None:
+        if not lineage.hand_made:
+            yield "it has no backward edit, or no verdict of the forward edit"
+        return
     yield from _edit_problems(transition.backward, after, before, "backward")
     yield from _rederived_problems(transition, before, after)
     which = "the verdict of the forward edit"
@@ -220,11 +273,11 @@ def _transition_problems(lineage: Lineage, index: int, before: KernelSource, aft
 
 def _edit_problems(edit: Edit, start: KernelSource, end: KernelSource, name: str) -> Iterator[str]:
     try:
-        given = apply_edit(edit, _texts(start))
+        given = apply_edit(edit, texts_of(start), renames=True)
     except EditError as error:
         yield f"the {name} edit does not apply: {error}"
         return
-    wanted = _texts(end)
+    wanted = texts_of(end)
     for file in sorted({*given, *wanted}):
         if given.get(file) != wanted.get(file):
             yield f"the {name} edit does not give the bytes of {file} in the state {end.label!r}"
@@ -234,7 +287,7 @@ def _rederived_problems(transition: Transition, before: KernelSource, after: Ker
     if transition.rederived is None:
         return
     try:
-        given = apply_edit(transition.rederived.edit, _texts(before))
+        given = apply_edit(transition.rederived.edit, texts_of(before))
     except EditError as error:
         yield f"the re-derived edit does not apply: {error}"
         return
@@ -261,5 +314,11 @@ def with_files(source: KernelSource, files: Mapping[str, str]) -> KernelSource:
     return msgspec.structs.replace(source, files=tuple(SourceFile(name, files[name]) for name in names))
 
 
-def _texts(source: KernelSource) -> dict[str, str]:
+def edit_between(start: KernelSource, end: KernelSource) -> Edit:
+    """The edit that makes the files of one kernel those of another."""
+    return diff_edit(texts_of(start), texts_of(end))
+
+
+def texts_of(source: KernelSource) -> dict[str, str]:
+    """The texts of a kernel by file."""
     return {file.name: file.text for file in source.files}

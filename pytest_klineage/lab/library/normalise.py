@@ -6,8 +6,20 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 
+import msgspec
+
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.records import PLATFORMS, Carrier, CarrierKind, Category, Context, SkillCard, platform_name
+from pytest_klineage.records import (
+    GPU_PLATFORMS,
+    PLATFORMS,
+    Carrier,
+    CarrierKind,
+    Category,
+    Context,
+    SkillCard,
+    gpu_platform,
+    platform_name,
+)
 from pytest_klineage.records.case import INSTRUCTIONS
 
 CAPABILITIES = (*INSTRUCTIONS, "avx2", "avx512", "shared_memory", "simd", "warp_shuffle")
@@ -17,16 +29,18 @@ CAPABILITY_ALIASES = {
     "tma": "tma_load", "tma_im2col": "tma_load", "cp.async.bulk.tensor": "tma_load", "clusters": "cluster",
     "thread_block_cluster": "cluster", "cp.async": "cp_async", "async_copy": "cp_async", "mma.sync": "mma",
     "tensor_cores": "mma", "tensor_core": "mma", "wgmma.mma_async": "wgmma", "warpgroup_mma": "wgmma",
+    "tcgen05.mma": "tcgen05",
     "smem": "shared_memory", "shuffle": "warp_shuffle", "avx-512": "avx512", "avx512f": "avx512", "avx-2": "avx2",
 }  # fmt: skip
 """Other ways to say the same."""
 
+GENERAL = frozenset({"shared_memory", "warp_shuffle"})
+"""What every GPU grants."""
 PLATFORM_CAPABILITIES: dict[str, frozenset[str]] = {
     "cpu": frozenset({"simd"}),
-    "sm90": frozenset({*INSTRUCTIONS, "shared_memory", "warp_shuffle"}),
-    "sm120": frozenset({"cp_async", "ldmatrix", "mbarrier", "mma", "stmatrix", "shared_memory", "warp_shuffle"}),
+    **{name: item.instructions | GENERAL for name, item in GPU_PLATFORMS.items()},
 }
-"""What a platform is granted. SM120 has bulk copies too; no kernel of ours has used them, so it is granted none.
+"""What a platform is granted: instructions as records/architectures.py lists them.
 
 Which vector instructions a CPU has does not follow from the platform's name: a target says so itself.
 """
@@ -49,17 +63,19 @@ OF_WARPS = frozenset({"warp_shuffle"})
 TRACES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
     (capability, literal, re.compile(pattern))
     for capability, literal, pattern in (
-        ("wgmma", "wgmma", r"\bwgmma\b"),
+        ("wgmma", "wgmma", r"\bwgmma(?:\b|_)"),
         ("wgmma", "warpgroup_", r"\bwarpgroup_(?:arrive|wait|commit)"),
         ("wgmma", "GMMA::", r"\bGMMA::"),
         ("wgmma", "SM90_", r"\bSM90_\d+x\d+x"),
+        ("tcgen05", "tcgen05", r"\btcgen05\b"),
+        ("tcgen05", "UMMA", r"\bSM100_MMA_|\bUMMA::"),
         ("tma_load", "cp.async.bulk.tensor", r"cp\.async\.bulk\.tensor[^\n\"]*\.shared(?:::\w+)?\.global"),
         ("tma_load", "TMA_LOAD", r"\bSM90_TMA_LOAD"),
-        ("tma_load", "tma_load", r"\btma_load\b"),
+        ("tma_load", "tma_load", r"\btma_load(?:\b|_)"),
         ("tma_load", "ensorMap", r"\b[cC][uU][tT]ensorMap\w*"),
         ("tma_store", "cp.async.bulk.tensor", r"cp\.async\.bulk\.tensor[^\n\"]*\.global\.shared"),
         ("tma_store", "TMA_STORE", r"\bSM90_TMA_STORE"),
-        ("tma_store", "tma_store", r"\btma_store\b"),
+        ("tma_store", "tma_store", r"\btma_store(?:\b|_)"),
         ("bulk_copy", "cp.async.bulk", r"cp\.async\.bulk\.(?!tensor|commit|wait|prefetch)"),
         ("multicast", "multicast", r"\.multicast::cluster"),
         ("multicast", "MULTICAST", r"\bSM90_TMA_LOAD_MULTICAST"),
@@ -70,12 +86,13 @@ TRACES: tuple[tuple[str, str, re.Pattern[str]], ...] = tuple(
         ("cluster", "this_cluster", r"\bthis_cluster\("),
         ("setmaxnreg", "setmaxnreg", r"\bsetmaxnreg\b"),
         ("setmaxnreg", "warpgroup_reg_", r"\bwarpgroup_reg_(?:alloc|dealloc)"),
-        ("mbarrier", "mbarrier", r"\bmbarrier\b"),
+        ("mbarrier", "mbarrier", r"\bmbarrier(?:\b|_)"),
         ("cp_async", "cp.async", r"\bcp\.async(?!\.bulk)"),
         ("cp_async", "__pipeline_memcpy_async", r"__pipeline_memcpy_async"),
-        ("ldmatrix", "ldmatrix", r"\bldmatrix\b"),
-        ("stmatrix", "stmatrix", r"\bstmatrix\b"),
+        ("ldmatrix", "ldmatrix", r"\bldmatrix(?:\b|_)"),
+        ("stmatrix", "stmatrix", r"\bstmatrix(?:\b|_)"),
         ("mma", "mma.sync", r"\bmma\.sync\b"),
+        ("mma", "mma_", r"\bmma_(?:sync|m?\d)"),
         ("mma", "wmma::", r"\bwmma::"),
         ("shared_memory", "__shared__", r"\b__shared__\b"),
         ("warp_shuffle", "_sync", r"\b__(?:shfl|ballot|match|reduce)_\w*sync\b"),
@@ -128,14 +145,22 @@ def implied_needs(card: SkillCard) -> frozenset[str]:
     return of_category | traces_in(card.carrier)
 
 
+def with_implied_needs(card: SkillCard) -> SkillCard:
+    """The card with the capabilities that its category and code show, declared."""
+    wanted = tuple(sorted({*card.scope.capabilities, *implied_needs(card)}))
+    return msgspec.structs.replace(card, scope=msgspec.structs.replace(card.scope, capabilities=wanted))
+
+
 def needs(card: SkillCard) -> frozenset[str]:
-    """All capabilities that a target must have, declared or implied. A name that nobody knows stays as it is."""
-    return implied_needs(card) | frozenset(_known_or_same(name) for name in card.scope.capabilities)
+    """All capabilities that a target must have, declared or implied. An unknown name stays as it is."""
+    return implied_needs(card) | frozenset(map(capability_or_same, card.scope.capabilities))
 
 
 def granted(platform: str, more: Iterable[str] = ()) -> frozenset[str]:
     """Capabilities of a platform, and those that a target adds. Raises UnknownName for either."""
-    return PLATFORM_CAPABILITIES[canonical_platform(platform)] | {canonical_capability(name) for name in more}
+    canonical = canonical_platform(platform)
+    own = PLATFORM_CAPABILITIES.get(canonical) or gpu_platform(canonical).instructions | GENERAL
+    return own | {canonical_capability(name) for name in more}
 
 
 def shape_class(shape: Mapping[str, int]) -> str:
@@ -145,14 +170,14 @@ def shape_class(shape: Mapping[str, int]) -> str:
 
 
 def same_problem(one: Context, other: Context) -> bool:
-    """Whether two contexts are the same operator at the same shape; a shape that nobody recorded may be any."""
+    """Whether two contexts are the same operator at the same shape; an unrecorded shape may be any."""
     return one.operator == other.operator and (not one.shape or not other.shape or one.shape == other.shape)
 
 
 def same_target(one: Context, other: Context) -> bool:
     """Whether two contexts are the same operator, shape, platform and surface."""
-    place = (_platform_or_same(one.platform), one.surface) == (_platform_or_same(other.platform), other.surface)
-    return place and same_problem(one, other)
+    alike = (platform_or_same(one.platform), one.surface) == (platform_or_same(other.platform), other.surface)
+    return alike and same_problem(one, other)
 
 
 def held_out(context: Context, origins: Collection[Context]) -> bool:
@@ -165,7 +190,8 @@ def held_out(context: Context, origins: Collection[Context]) -> bool:
 
 
 @cache
-def _platform_or_same(name: str) -> str:
+def platform_or_same(name: str) -> str:
+    """The platform behind a name; a name that is no platform's stays as it is."""
     try:
         return canonical_platform(name)
     except UnknownName:
@@ -173,7 +199,8 @@ def _platform_or_same(name: str) -> str:
 
 
 @cache
-def _known_or_same(name: str) -> str:
+def capability_or_same(name: str) -> str:
+    """The capability behind a name; a name that is no capability's stays as it is."""
     try:
         return canonical_capability(name)
     except UnknownName:

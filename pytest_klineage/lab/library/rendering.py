@@ -1,4 +1,4 @@
-"""Cards as text: SKILL.md for whoever loads skills, and the nine fields for a prompt. The same card, the same text.
+"""Cards as text: SKILL.md for loaders of skills, and the nine fields for a prompt. The same card, the same text.
 
 Nothing here depends on the time, the machine or the order in which anything was read.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+
+import msgspec
 
 from pytest_klineage.records import (
     CardScope,
@@ -27,6 +29,10 @@ from pytest_klineage.records.verdict import SCHEMA_VERSION
 NAME_LIMIT = 64
 DESCRIPTION_LIMIT = 1024
 """What loaders of agent skills accept."""
+CARD_TOKENS = 1500
+"""What a card may take of a prompt, its carrier with it: two to four cards are read at once."""
+BYTES_PER_TOKEN = 3
+"""As prompts are estimated elsewhere: code runs at about three bytes per token, English at four; errs upwards."""
 NAME = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 CLASS_TITLES = {
     PreconditionClass.DATA_TYPE: "Data type",
@@ -36,7 +42,6 @@ CLASS_TITLES = {
     PreconditionClass.HARDWARE: "Hardware",
 }
 """In the order in which every card lists them."""
-DIGEST_SHOWN = 12
 
 
 def skill_markdown(card: SkillCard) -> str:
@@ -68,6 +73,12 @@ def prompt_text(card: SkillCard) -> str:
     return "\n".join(lines)
 
 
+def card_tokens(card: SkillCard) -> int:
+    """Tokens of a card in a prompt, by estimate; its verification log, which grows with use, does not count."""
+    text = prompt_text(msgspec.structs.replace(card, log=()))
+    return -(-len(text.encode()) // BYTES_PER_TOKEN)
+
+
 def description(card: SkillCard) -> str:
     """One paragraph of at most 1024 characters: what it does, and when to think of it."""
     scope = [
@@ -76,8 +87,8 @@ def description(card: SkillCard) -> str:
         ("platforms", card.scope.platforms),
         ("after", tuple(step.value for step in card.scope.prior)),
     ]
-    places = "; ".join(f"{name}: {', '.join(values)}" for name, values in scope if values and ANY not in values)
-    text = _one_line(f"{card.intent} Use when the kernel has: {card.anchor}{f' ({places})' if places else ''}")
+    positions = "; ".join(f"{name}: {', '.join(values)}" for name, values in scope if values and ANY not in values)
+    text = _one_line(f"{card.intent} Use when the kernel has: {card.anchor}{f' ({positions})' if positions else ''}")
     return text if len(text) <= DESCRIPTION_LIMIT else text[: DESCRIPTION_LIMIT - 3].rstrip() + "..."
 
 
@@ -158,7 +169,7 @@ def _scope(scope: CardScope) -> str:
     return _listed(f"{name}: {', '.join(values) if values else 'any'}" for name, values in fields)
 
 
-def place(context: Context) -> str:
+def context_text(context: Context) -> str:
     """A context in a few words, such as "gemm-64x64x64-fp32 (cpu cpp) after simd"."""
     shape = "x".join(map(str, context.shape.values()))
     where = "-".join(part for part in (context.operator, shape, context.dtype) if part)
@@ -169,7 +180,7 @@ def place(context: Context) -> str:
 def _trial(trial: Trial) -> str:
     facts = [
         trial.outcome.value,
-        f"on {place(trial.context)}",
+        f"on {context_text(trial.context)}",
         "held out" if trial.held_out else "not held out",
         f"`{trial.code.value}`" if trial.code is not None else "",
         speedup_text(trial.speedup) if trial.speedup is not None else "",
@@ -184,7 +195,7 @@ def _trial(trial: Trial) -> str:
 
 def _provenance(card: SkillCard) -> str:
     facts = [f"{name}: {value}" for name, value in sorted(card.provenance.items())]
-    origins = [f"origin: {place(context)}" for context in card.origins]
+    origins = [f"origin: {context_text(context)}" for context in card.origins]
     return _listed([f"card: `{card.digest}`", *origins, *facts])
 
 
@@ -206,8 +217,3 @@ def _yaml(text: str) -> str:
     """A double-quoted YAML scalar: JSON's form, with the line ends that YAML knows beyond JSON's written as escapes."""
     quoted = json.dumps(text, ensure_ascii=False)
     return re.sub("[\x7f-\x9f\u2028\u2029\ufeff]", lambda found: f"\\u{ord(found.group()):04x}", quoted)
-
-
-def digest_shown(digest: str) -> str:
-    """The first characters of a digest, as tables show it."""
-    return digest[:DIGEST_SHOWN]

@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 import msgspec
 
-from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.lab.library.normalise import canonical_platform, granted, needs
+from pytest_klineage.errors import UsageError
+from pytest_klineage.lab.library.normalise import canonical_platform, granted, needs, platform_or_same
 from pytest_klineage.lab.library.similarity import (
     LANGUAGES,
     NOWHERE,
     VENDORS,
     CaseTable,
-    Numbered,
-    Place,
+    Interner,
+    ProblemKey,
     Shape,
-    kin,
+    same_family,
     step_similarities,
     steps_mask,
 )
-from pytest_klineage.records import CardStatus, Category, Context, KernelCase, SkillCard, Surface
+from pytest_klineage.records import CardStatus, Category, KernelCase, SkillCard, Surface
 
 DEFAULT_K = 4
 UNKNOWN: frozenset[tuple[str, Shape]] = frozenset({("", ())})
@@ -46,7 +46,7 @@ class Dimension(StrEnum):
     """Steps made before."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class RetrievalTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What a kernel is to be made for, and what has been done to it already."""
 
     case: KernelCase
@@ -79,7 +79,7 @@ class Match(msgspec.Struct, frozen=True, kw_only=True):
     by: tuple[Dimension, ...]
     """The dimensions in which it is among the nearest k."""
     contaminated: bool
-    """Lifted from a lineage of the target's own operator and shape, or from nobody knows where."""
+    """Lifted from a lineage of the target's own operator and shape, or of unknown origin."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,33 +128,33 @@ class _Columns(NamedTuple):
     done: list[float]
     total: list[float]
 
-    def at(self, place: int) -> Similarities:
-        return Similarities(self.case[place], self.language[place], self.platform[place], self.done[place])
+    def at(self, position: int) -> Similarities:
+        return Similarities(self.case[position], self.language[position], self.platform[position], self.done[position])
 
 
 class CardIndex:
     """A library made ready for retrieval. Raises UsageError when two cards have one name."""
 
     def __init__(self, cards: Iterable[SkillCard]) -> None:
-        self._places: Numbered[Place] = Numbered()
-        self._languages: Numbered[frozenset[str]] = Numbered()
-        self._platforms: Numbered[frozenset[str]] = Numbered()
-        self._steps: Numbered[int] = Numbered()
-        self._terms: Numbered[tuple[CardStatus, frozenset[str]]] = Numbered()
+        self._problem_keys: Interner[ProblemKey] = Interner()
+        self._languages: Interner[frozenset[str]] = Interner()
+        self._platforms: Interner[frozenset[str]] = Interner()
+        self._steps: Interner[int] = Interner()
+        self._terms: Interner[tuple[CardStatus, frozenset[str]]] = Interner()
         self._entries = [self._entry(card) for card in sorted(cards, key=lambda card: card.name)]
         for one, other in pairwise(self._entries):
             if one.name == other.name:
                 raise UsageError(f"two cards are called {one.name!r}; rename one of them")
-        self._table = CaseTable(self._places)
+        self._table = CaseTable(self._problem_keys)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def retrieve(
-        self, target: Target, k: int = DEFAULT_K, *, candidates: bool = False, contaminated: bool = True,
+        self, target: RetrievalTarget, k: int = DEFAULT_K, *, candidates: bool = False, contaminated: bool = True,
         explain: bool = False,
     ) -> Retrieval:  # fmt: skip
-        """The union of the nearest `k` cards in each dimension in which they are near at all.
+        """The union of the nearest `k` cards in each dimension in which they are near.
 
         `candidates` takes cards that are not admitted yet, too; `contaminated=False` leaves out what was lifted from
         the target's own operator and shape. Raises UsageError for k < 1, UnknownName for a platform or capability.
@@ -164,17 +164,17 @@ class CardIndex:
         own = _own(target.case)
         excluded = self._excluded(target, candidates)
         eligible = [
-            place for place, entry in enumerate(self._entries)
+            position for position, entry in enumerate(self._entries)
             if not excluded[entry.terms] and (contaminated or not own & entry.origins)
         ]  # fmt: skip
         columns = self._columns(target)
         by = _nearest(columns, eligible, k)
         matches = tuple(
             Match(
-                card=self._entries[place].card, similarities=columns.at(place), by=by[place],
-                contaminated=bool(own & self._entries[place].origins),
+                card=self._entries[position].card, similarities=columns.at(position), by=by[position],
+                contaminated=bool(own & self._entries[position].origins),
             )
-            for place in sorted(by, key=lambda place: (-columns.total[place], place))
+            for position in sorted(by, key=lambda position: (-columns.total[position], position))
         )  # fmt: skip
         if not explain:
             return Retrieval(matches=matches)
@@ -182,24 +182,26 @@ class CardIndex:
 
     def _entry(self, card: SkillCard) -> _Entry:
         at = card.verified
-        places = {self._places.number((context.operator, context.dtype, _shape(context.shape))) for context in at}
+        problem_keys = {
+            self._problem_keys.number((context.operator, context.dtype, _shape(context.shape))) for context in at
+        }
         steps = {self._steps.number(steps_mask(context.prior)) for context in at}
         return _Entry(
             card=card,
             name=card.name,
-            cases=tuple(sorted(places)) or (self._places.number(("", "", ())),),
+            cases=tuple(sorted(problem_keys)) or (self._problem_keys.number(("", "", ())),),
             languages=self._languages.number(frozenset(context.surface.value for context in at)),
-            platforms=self._platforms.number(frozenset(map(_platform, at))),
+            platforms=self._platforms.number(frozenset(platform_or_same(context.platform) for context in at)),
             steps=tuple(sorted(steps)) or (self._steps.number(NOWHERE),),
             terms=self._terms.number((card.status, needs(card))),
             origins=frozenset((context.operator, _shape(context.shape)) for context in card.origins) or UNKNOWN,
         )
 
-    def _columns(self, target: Target) -> _Columns:
+    def _columns(self, target: RetrievalTarget) -> _Columns:
         platform, done = canonical_platform(target.platform), target.done
-        languages = [max((kin(target.surface.value, at, LANGUAGES) for at in key), default=0.0)
+        languages = [max((same_family(target.surface.value, at, LANGUAGES) for at in key), default=0.0)
                      for key in self._languages]  # fmt: skip
-        platforms = [max((kin(platform, at, VENDORS) for at in key), default=0.0) for key in self._platforms]
+        platforms = [max((same_family(platform, at, VENDORS) for at in key), default=0.0) for key in self._platforms]
         case_at = self._table.similarities(target.case).__getitem__
         step_at = step_similarities(done, self._steps).__getitem__
         case = [max(map(case_at, entry.cases)) for entry in self._entries]
@@ -210,7 +212,7 @@ class CardIndex:
         total = [sum(four) for four in zip(case, language, where, near, strict=True)]
         return _Columns(case, language, where, near, total)
 
-    def _excluded(self, target: Target, candidates: bool) -> list[str]:
+    def _excluded(self, target: RetrievalTarget, candidates: bool) -> list[str]:
         """Why cards of each status and each set of needs are no choice for this target; empty where they are one."""
         has = granted(target.platform, target.capabilities)
         reasons = []
@@ -230,54 +232,41 @@ class CardIndex:
         excluded: list[str], eligible: Sequence[int], k: int,
     ) -> Iterator[Explanation]:  # fmt: skip
         choices = set(eligible)
-        for place, entry in enumerate(self._entries):
-            if place in by:
-                reason = f"among the nearest {k} by {', '.join(by[place])}"
-            elif place in choices:
+        for position, entry in enumerate(self._entries):
+            if position in by:
+                reason = f"among the nearest {k} by {', '.join(by[position])}"
+            elif position in choices:
                 reason = f"not among the nearest {k} in any dimension"
             else:
                 reason = excluded[entry.terms] or "lifted from this very operator and shape"
             yield Explanation(
-                name=entry.name, chosen=place in by, reason=reason, similarities=columns.at(place),
+                name=entry.name, chosen=position in by, reason=reason, similarities=columns.at(position),
                 contaminated=bool(own & entry.origins),
             )  # fmt: skip
-
-
-def retrieve(
-    cards: Iterable[SkillCard], target: Target, k: int = DEFAULT_K, *, candidates: bool = False,
-    contaminated: bool = True, explain: bool = False,
-) -> Retrieval:  # fmt: skip
-    """`CardIndex.retrieve` for one target. Who has many targets makes the index once."""
-    return CardIndex(cards).retrieve(target, k, candidates=candidates, contaminated=contaminated, explain=explain)
 
 
 def _nearest(columns: _Columns, eligible: Sequence[int], k: int) -> dict[int, tuple[Dimension, ...]]:
     """The nearest k in each dimension: among equals the nearest in all, then by name.
 
-    Who is not near at all (0) is nobody's nearest.
+    Cards with similarity 0 are never selected.
     """
     by: dict[int, tuple[Dimension, ...]] = {}
     for dimension, column in zip(Dimension, columns, strict=False):
-        best = heapq.nlargest(k, (column[place] for place in eligible))
+        best = heapq.nlargest(k, (column[position] for position in eligible))
         least = best[-1] if best else 0.0
-        near = [place for place in eligible if column[place] >= least and column[place] > 0]
+        near = [position for position in eligible if column[position] >= least and column[position] > 0]
         # Entries are sorted by name, so that a smaller place is an earlier name.
-        for _, _, place in heapq.nsmallest(k, ((-column[place], -columns.total[place], place) for place in near)):
-            by[place] = (*by.get(place, ()), dimension)
+        for _, _, position in heapq.nsmallest(
+            k, ((-column[position], -columns.total[position], position) for position in near)
+        ):
+            by[position] = (*by.get(position, ()), dimension)
     return by
 
 
 def _own(case: KernelCase) -> frozenset[tuple[str, Shape]]:
-    """Origins that a card of this very problem may have: its shape, no shape, or nothing at all that was recorded."""
+    """Origins that a card of this very problem may have: its shape, no shape, or nothing that was recorded."""
     return UNKNOWN | {(case.operator, _shape(case.shape)), (case.operator, ())}
 
 
 def _shape(shape: dict[str, int]) -> Shape:
     return tuple(sorted(shape.items()))
-
-
-def _platform(at: Context) -> str:
-    try:
-        return canonical_platform(at.platform)
-    except UnknownName:
-        return at.platform

@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from pytest_klineage.records import Category, KernelCase
+from pytest_klineage.operators import family_of
+from pytest_klineage.records import GPU_PLATFORMS, Category, KernelCase
 
-FAMILIES = (frozenset({"gemm", "conv2d", "fmha", "gdn"}), frozenset({"topk"}))
-"""Operators that share most of their structure: products of tiles; selection."""
 OPERATOR_WEIGHT, DTYPE_WEIGHT, SHAPE_WEIGHT = 0.6, 0.2, 0.2
-KIN = 0.5
+SAME_FAMILY = 0.5
 """Similarity of what is related but not the same: operators of a family, languages or platforms of a kind."""
 LANGUAGES = (frozenset({"cpp", "cuda"}), frozenset({"triton", "tilelang"}))
 """Surfaces whose code reads alike: pointers and threads; blocks of tensors."""
-VENDORS = (frozenset({"sm90", "sm120"}),)
+VENDORS = (frozenset(GPU_PLATFORMS),)
 DTYPES_ALIKE = (frozenset({"fp16", "bf16"}), frozenset({"fp32", "fp64"}), frozenset({"int32", "int64"}))
 NOWHERE = 1 << len(Category)
 """The set of steps of a card that was verified nowhere: it shares nothing with any, not even with the empty one."""
 
 K = TypeVar("K", bound=Hashable)
 Shape = tuple[tuple[str, int], ...]
-Place = tuple[str, str, Shape]
+ProblemKey = tuple[str, str, Shape]
 """Operator, data type and shape, the axes sorted by name."""
 
-_BITS = {category: 1 << place for place, category in enumerate(Category)}
+_BITS = {category: 1 << position for position, category in enumerate(Category)}
 
 
-class Numbered(dict[K, int]):
+class Interner(dict[K, int]):
     """Distinct keys, numbered in the order in which they came."""
 
     def number(self, key: K) -> int:
@@ -39,11 +38,17 @@ class Numbered(dict[K, int]):
         return self.setdefault(key, len(self))
 
 
-def kin(one: str, other: str, groups: Sequence[frozenset[str]]) -> float:
-    """1 for the same name, KIN for two of one group, 0 otherwise."""
+def same_family(one: str, other: str, groups: Sequence[frozenset[str]]) -> float:
+    """1 for the same name, SAME_FAMILY for two of one group, 0 otherwise."""
     if one == other:
         return 1.0
-    return KIN if any(one in group and other in group for group in groups) else 0.0
+    return SAME_FAMILY if any(one in group and other in group for group in groups) else 0.0
+
+
+def same_operator(one: str, other: str) -> float:
+    """1 for the same operator, SAME_FAMILY for two of one family, 0 otherwise."""
+    alike = family_of(one) == family_of(other) != ""
+    return same_family(one, other, [frozenset({one, other})] if alike else [])
 
 
 def steps_mask(steps: Iterable[Category]) -> int:
@@ -65,11 +70,11 @@ def step_similarities(done: Collection[Category], masks: Iterable[int]) -> list[
 class CaseTable:
     """Distinct cases in columns: by operator and type, and for each operator and set of axes by size."""
 
-    def __init__(self, places: Iterable[Place]) -> None:
-        kinds: Numbered[tuple[str, str]] = Numbered()
+    def __init__(self, problem_keys: Iterable[ProblemKey]) -> None:
+        kinds: Interner[tuple[str, str]] = Interner()
         self._kind_of: list[int] = []
         self._groups: dict[tuple[str, tuple[str, ...]], list[tuple[int, Shape]]] = {}
-        for number, (operator, dtype, shape) in enumerate(places):
+        for number, (operator, dtype, shape) in enumerate(problem_keys):
             self._kind_of.append(kinds.number((operator, dtype)))
             if shape:
                 axes = tuple(axis for axis, _ in shape)
@@ -79,16 +84,16 @@ class CaseTable:
     def similarities(self, case: KernelCase) -> list[float]:
         """One figure per case of the table: operator and type, and the shape where operator and axes are the same."""
         values = [
-            OPERATOR_WEIGHT * kin(case.operator, operator, FAMILIES)
-            + DTYPE_WEIGHT * kin(case.dtype, dtype, DTYPES_ALIKE)
+            OPERATOR_WEIGHT * same_operator(case.operator, operator)
+            + DTYPE_WEIGHT * same_family(case.dtype, dtype, DTYPES_ALIKE)
             for operator, dtype in self._kinds
         ]
         result = [values[kind] for kind in self._kind_of]
         shape = sorted(case.shape.items())
         group = self._groups.get((case.operator, tuple(axis for axis, _ in shape)), ())
         sums = [0.0] * len(group)
-        for place, (_, mine) in enumerate(shape):
-            sizes = [other[place][1] for _, other in group]
+        for position, (_, mine) in enumerate(shape):
+            sizes = [other[position][1] for _, other in group]
             ratios = {size: _ratio(mine, size) for size in set(sizes)}
             sums = [total + ratios[size] for total, size in zip(sums, sizes, strict=True)]
         for (number, _), total in zip(group, sums, strict=True):

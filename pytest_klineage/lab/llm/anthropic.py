@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.lab.llm.backend import Reply, ReportedBilling
+from pytest_klineage.lab.llm.backend import Backend, Reply
 from pytest_klineage.lab.llm.conversation import Conversation
-from pytest_klineage.lab.llm.faults import BackendFailed, Failure, NoKey, NoPrice
+from pytest_klineage.lab.llm.faults import BackendFailed, Failure, NoKey
 from pytest_klineage.lab.llm.prices import CacheLife, Prices
 from pytest_klineage.records import StopReason, Usage
 
@@ -42,19 +42,36 @@ FAILURES_BY_TYPE = {
     "timeout_error": Failure.TIMEOUT,
     "api_error": Failure.SERVER,
 }
+FAILURES_BY_STATUS = {
+    401: Failure.AUTHENTICATION,
+    403: Failure.AUTHENTICATION,
+    429: Failure.RATE_LIMITED,
+    529: Failure.OVERLOADED,
+}
 COUNT_MARGIN = 1.05
 """The provider calls its count of tokens an estimate."""
 
 
-class AnthropicBackend(ReportedBilling):
-    """A model behind the Messages API. `base_url` is for gateways and tests; the key is read from the environment.
+class AnthropicBackend(Backend):
+    """A model behind the Messages API.
 
     The system prompt, the last block of context and the newest turn are marked for the cache, so that the next call of
-    a chat reads all of it. `parameters` go into the request's body as they are, such as {"temperature": 1.0}.
+    a chat reads all of it. Below a model's minimum length nothing is cached: check `cache_read_tokens`.
+
+    Args:
+        model: a name of the price table.
+        prices: what tokens cost.
+        api_key: ANTHROPIC_API_KEY, else ANTHROPIC_AUTH_TOKEN, where not given. Raises NoKey without one.
+        base_url: a gateway; ANTHROPIC_BASE_URL, else the provider's, where not given.
+        cache_life: of the cached prefix.
+        cache_turns: cache the newest turn too; off for chats of a single turn.
+        parameters: further fields of the request's body, such as {"temperature": 1.0}.
+        max_retries: of the SDK: 408, 409, 429, 5xx, connections lost before the stream.
+        deadline_s: seconds for the whole reply.
+        silence_s: longest pause in the stream, in seconds.
     """
 
     name = "anthropic"
-    resumable = False
 
     def __init__(
         self,
@@ -70,13 +87,21 @@ class AnthropicBackend(ReportedBilling):
         deadline_s: float = DEADLINE_S,
         silence_s: float = SILENCE_S,
     ) -> None:
-        super().__init__(model, prices, cache_life)
+        self.model, self.prices, self.cache_life = model, prices, cache_life
+        prices.of(model)
         if not (api_key or os.environ.get(KEY) or os.environ.get(TOKEN)):
             raise NoKey(KEY)
         self.cache_turns, self.parameters = cache_turns, dict(parameters or {})
         self.deadline_s = deadline_s
         self._options = {"api_key": api_key, "base_url": base_url, "max_retries": max_retries, "timeout": silence_s}
         _sdk()
+
+    def worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
+        """Dollars for as many input tokens as there are bytes, at their dearest, and all of the output."""
+        return self._bounded_usd(conversation.most_tokens, max_output_tokens)
+
+    def _bounded_usd(self, input_tokens: int, max_output_tokens: int) -> float:
+        return self.prices.of(self.model).worst_case_usd(input_tokens, max_output_tokens, self.cache_life)
 
     def counted_worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
         """Dollars at most with the provider's own count of the input, which is free."""
@@ -86,7 +111,7 @@ class AnthropicBackend(ReportedBilling):
                 count = client.messages.count_tokens(**self._body(conversation))
         except sdk.APIError:
             return self.worst_case_usd(conversation, max_output_tokens)
-        bound = self.bounded_usd(round(count.input_tokens * COUNT_MARGIN) + 1, max_output_tokens)
+        bound = self._bounded_usd(round(count.input_tokens * COUNT_MARGIN) + 1, max_output_tokens)
         return min(bound, self.worst_case_usd(conversation, max_output_tokens))
 
     def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:
@@ -127,27 +152,10 @@ class AnthropicBackend(ReportedBilling):
             raise BackendFailed(Failure.BROKEN_STREAM, "the stream ended before the reply did", billed=True)
         return Reply(
             text="".join(block.text for block in message.content if block.type == "text"),
-            usage=self._priced(_usage(message)),
+            usage=self.prices.priced(_usage(message), self.model),
             stop_reason=STOP_REASONS.get(message.stop_reason, StopReason.OTHER),
             model=message.model,
             ids={"message": message.id, "request": request_id, "stop_reason": message.stop_reason},
-        )
-
-    def _priced(self, usage: Usage) -> Usage:
-        """With its cost; where the answering model has no price, that of the model that was asked, as an estimate."""
-        try:
-            return self.prices.priced(usage)
-        except NoPrice:
-            cost = self.prices.of(self.model).cost_usd(usage)
-        return Usage(
-            model=usage.model,
-            input_tokens=usage.input_tokens,
-            output_tokens=usage.output_tokens,
-            cache_read_tokens=usage.cache_read_tokens,
-            cache_write_tokens=usage.cache_write_tokens,
-            cache_write_1h_tokens=usage.cache_write_1h_tokens,
-            cost_usd=cost,
-            estimated=True,
         )
 
 
@@ -170,7 +178,9 @@ def _failed(error: Exception, *, started: bool) -> BackendFailed:
     sdk = _sdk()
     detail = " ".join(str(error).split())[:500] or type(error).__name__
     if isinstance(error, sdk.APIStatusError):
-        return BackendFailed(_failure_of(error), detail, billed=started)
+        inner = error.body.get("error") if isinstance(error.body, dict) else None
+        kind = inner.get("type") if isinstance(inner, dict) else None
+        return BackendFailed(failure_of(kind, error.status_code), detail, billed=started)
     if isinstance(error, sdk.APIConnectionError):
         unsent = _is_one_of(error.__cause__, "ConnectError", "ConnectTimeout")
         late = isinstance(error, sdk.APITimeoutError)
@@ -188,16 +198,12 @@ def _is_one_of(error: BaseException | None, *names: str) -> bool:
     return any(base.__name__ in names for base in type(error).__mro__)
 
 
-def _failure_of(error: anthropic.APIStatusError) -> Failure:
-    body = error.body
-    inner = body.get("error") if isinstance(body, dict) else None
-    kind = inner.get("type") if isinstance(inner, dict) else None
-    if kind in FAILURES_BY_TYPE:
+def failure_of(kind: Any, status: int) -> Failure:
+    """The failure behind a provider's word for an error, and the HTTP status."""
+    # OpenAI's protocol has "invalid_request_error" for most errors, so that its status says more.
+    if kind in FAILURES_BY_TYPE and kind != "invalid_request_error":
         return FAILURES_BY_TYPE[kind]
-    by_status = {401: Failure.AUTHENTICATION, 403: Failure.AUTHENTICATION, 429: Failure.RATE_LIMITED}
-    if error.status_code == 529:
-        return Failure.OVERLOADED
-    return by_status.get(error.status_code, Failure.SERVER if error.status_code >= 500 else Failure.REJECTED)
+    return FAILURES_BY_STATUS.get(status) or (Failure.SERVER if status >= 500 else Failure.REJECTED)
 
 
 def _sdk() -> Any:

@@ -21,7 +21,7 @@ BACKENDS = {
 
 
 def make_backend(choice: str, prices: Prices, *, model: str = "", waits: bool = True) -> Backend:
-    """The chosen backend. `model` names the price for command and exchange, "unbilled" where nobody asks for money.
+    """The chosen backend. `model` names the price for command and exchange, "unbilled" where replies cost nothing.
 
     With `waits` off the exchange backend raises WaitsForReply instead of waiting.
     Raises NoBackend for "none" and for nothing, UnknownName, UsageError, NoKey, NoPrice or MissingDependency.
@@ -41,8 +41,8 @@ def make_backend(choice: str, prices: Prices, *, model: str = "", waits: bool = 
         return ReplayBackend(Path(rest))
     if not model:
         raise UsageError(
-            f"nobody tells what a reply through {kind} costs: name the model that answers, so that its price is used, "
-            f'or "unbilled" where nobody asks for money. Known: {", ".join(sorted(prices.models))}.'
+            f"the price of replies through {kind} is unknown: name the model that answers, so that its price is used, "
+            f'or "unbilled" where replies cost nothing. Known: {", ".join(sorted(prices.models))}.'
         )
     if kind == "exchange":
         from pytest_klineage.lab.llm.exchange import ExchangeBackend

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm.backend import EstimatedBilling, Reply
+from pytest_klineage.lab.llm.backend import EstimatedBackend, Reply
 from pytest_klineage.lab.llm.conversation import Conversation, as_markdown
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.prices import Prices
@@ -22,14 +21,11 @@ from pytest_klineage.lab.llm.prices import Prices
 TIMEOUT_S = 1800.0
 REPLY_LIMIT_BYTES = 4 * 1024 * 1024
 COMPLAINT_BYTES = 2000
-"""How much of the end of its standard error is told."""
-LINGER_S = 0.5
-"""How long a pipe is read on after the program has ended; a grandchild may hold it open forever."""
-CHUNK_BYTES = 65536
+"""How much of the end of its standard error is shown."""
 POLL_S = 0.02
 
 
-class CommandBackend(EstimatedBilling):
+class CommandBackend(EstimatedBackend):
     """Any program that reads a prompt and writes a reply. Its usage is estimated; its price is that of `model`.
 
     The program must read all it needs from standard input, write nothing but the reply to standard output, and end
@@ -37,7 +33,6 @@ class CommandBackend(EstimatedBilling):
     """
 
     name = "command"
-    resumable = False
 
     def __init__(
         self,
@@ -58,67 +53,43 @@ class CommandBackend(EstimatedBilling):
 
     def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:
         """Run the program once."""
-        with tempfile.TemporaryFile() as prompt:
+        # Files, not pipes: a grandchild that holds one open does not keep us waiting, and no buffer fills up.
+        with tempfile.TemporaryFile() as prompt, tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
             prompt.write(as_markdown(conversation).encode())
             prompt.seek(0)
-            process = self._start(prompt)
+            process = self._start(prompt, output, errors)
             try:
-                output, complaint = self._collect(process)
+                self._wait(process, output, errors)
             finally:
                 _end(process)
-        if process.returncode != 0:
-            detail = f"{self.argv[0]} ended with status {process.returncode}: {_shown(complaint) or 'no message'}"
-            raise BackendFailed(Failure.COMMAND, detail, billed=True)
-        return self._reply(conversation, output)
+            if process.returncode != 0:
+                detail = f"{self.argv[0]} ended with status {process.returncode}: {_shown(errors) or 'no message'}"
+                raise BackendFailed(Failure.COMMAND, detail, billed=True)
+            output.seek(0)
+            return self._reply(conversation, output.read())
 
-    def _start(self, prompt: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start(self, prompt: IO[bytes], output: IO[bytes], errors: IO[bytes]) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(
-                self.argv, stdin=prompt, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-            )
+            return subprocess.Popen(self.argv, stdin=prompt, stdout=output, stderr=errors, start_new_session=True)
         except OSError as error:
             detail = f"{self.argv[0]} cannot be started: {error.strerror or error}"
             raise BackendFailed(Failure.COMMAND, detail, billed=False) from error
 
-    def _collect(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-        """Standard output and the end of standard error, within the limits of time and size."""
+    def _wait(self, process: subprocess.Popen[bytes], output: IO[bytes], errors: IO[bytes]) -> None:
+        """Wait for the program's end, within the limits of time and size."""
         stop_at = time.monotonic() + self.timeout_s
-        ended_at: float | None = None
-        output, complaint = bytearray(), bytearray()
-        with selectors.DefaultSelector() as selector:
-            for stream, into in ((process.stdout, output), (process.stderr, complaint)):
-                if stream is not None:
-                    selector.register(stream, selectors.EVENT_READ, into)
-            while selector.get_map():
-                now = time.monotonic()
-                if now > stop_at:
-                    raise BackendFailed(
-                        Failure.TIMEOUT, f"{self.argv[0]} took longer than {self.timeout_s:g} s", billed=True
-                    )
-                if _has_ended(process):
-                    ended_at = now if ended_at is None else ended_at
-                    if now > ended_at + LINGER_S:
-                        break
-                self._read_ready(selector, output, complaint)
-        self._wait(process, stop_at)
-        return bytes(output), bytes(complaint)
-
-    def _read_ready(self, selector: selectors.BaseSelector, output: bytearray, complaint: bytearray) -> None:
-        for key, _ in selector.select(timeout=0.1):
-            data = os.read(key.fd, CHUNK_BYTES)
-            if not data:
-                selector.unregister(key.fileobj)
-            key.data.extend(data)
-        del complaint[:-COMPLAINT_BYTES]
-        if len(output) > self.limit_bytes:
-            detail = f"{self.argv[0]} wrote more than {self.limit_bytes} bytes"
-            raise BackendFailed(Failure.TOO_LONG, detail, billed=True)
-
-    def _wait(self, process: subprocess.Popen[bytes], stop_at: float) -> None:
-        while not _has_ended(process):
+        while True:
+            ended = _has_ended(process)
+            if _size(output) > self.limit_bytes:
+                detail = f"{self.argv[0]} wrote more than {self.limit_bytes} bytes"
+                raise BackendFailed(Failure.TOO_LONG, detail, billed=True)
+            if ended:
+                return
             if time.monotonic() > stop_at:
-                detail = f"{self.argv[0]} closed its output and did not end within {self.timeout_s:g} s"
+                detail = f"{self.argv[0]} took longer than {self.timeout_s:g} s"
                 raise BackendFailed(Failure.TIMEOUT, detail, billed=True)
+            if _size(errors) > self.limit_bytes:
+                errors.truncate(0)  # the program writes on behind a hole; only the end is shown
             time.sleep(POLL_S)
 
     def _reply(self, conversation: Conversation, output: bytes) -> Reply:
@@ -135,15 +106,17 @@ def _has_ended(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program and what it started in its own session, close our ends of the pipes, and reap it."""
+    """End the program and what it started in its own session, and reap it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
     process.wait()
 
 
-def _shown(complaint: bytes) -> str:
-    text = complaint.decode(errors="replace")
+def _size(file: IO[bytes]) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+def _shown(errors: IO[bytes]) -> str:
+    errors.seek(max(0, _size(errors) - COMPLAINT_BYTES))
+    text = errors.read().decode(errors="replace")
     return " ".join("".join(character if character.isprintable() else " " for character in text).split())

@@ -13,7 +13,18 @@ import msgspec
 from pytest_klineage.errors import UsageError
 
 DIFF_LINES, DIFF_COLUMNS = 30, 160
-"""How much of a difference is told."""
+"""How much of a difference is shown."""
+FRAME_TOKENS = 64
+"""What a provider puts around each separate text, at most."""
+BYTES_PER_TOKEN = 3
+"""English runs at about four bytes per token, code and the newer tokenizers at about three: estimates err upwards."""
+PROMPT_SET = 1
+"""The number of the words in prompts: raise it when a turn's text changes, so that earlier recordings still replay.
+
+A run over a recording of the current set must ask the recorded prompts, character by character. Over a recording of
+another set it asks the recorded prompts in place of its own; whether it goes the recorded way is then seen by its
+kernels, verdicts and refusals.
+"""
 
 
 class Role(StrEnum):
@@ -46,7 +57,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     turns: tuple[Turn, ...]
 
     def __post_init__(self) -> None:
-        expected = [Role.USER if place % 2 == 0 else Role.ASSISTANT for place in range(len(self.turns))]
+        expected = [Role.USER if position % 2 == 0 else Role.ASSISTANT for position in range(len(self.turns))]
         if [turn.role for turn in self.turns] != expected or len(self.turns) % 2 == 0:
             raise UsageError("the turns of a conversation alternate, and begin and end with the user's")
         if any(not turn.text.strip() for turn in self.turns):
@@ -64,9 +75,19 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(text.encode()) for text in texts)
 
     @property
-    def num_parts(self) -> int:
-        """How many separate texts it has; a provider frames each with a few tokens."""
-        return 1 + len(self.prefix.context) + len(self.turns)
+    def most_tokens(self) -> int:
+        """Input tokens that it cannot exceed: byte-level tokenizers never need more than one per byte."""
+        return self.num_bytes + FRAME_TOKENS * (1 + len(self.prefix.context) + len(self.turns))
+
+    @property
+    def estimated_tokens(self) -> int:
+        """Input tokens by estimate, where they are not counted."""
+        return -(-self.num_bytes // BYTES_PER_TOKEN)
+
+
+def estimated_tokens(text: str) -> int:
+    """Tokens of a text by the same estimate."""
+    return -(-len(text.encode()) // BYTES_PER_TOKEN)
 
 
 def well_formed(text: str) -> str:
@@ -84,11 +105,13 @@ def continued(turns: tuple[Turn, ...], text: str, reply: str) -> tuple[Turn, ...
 def as_markdown(conversation: Conversation) -> str:
     """The conversation as one text, for people and for programs that know no turns."""
     parts = [f"# Instructions\n\n{conversation.prefix.system}"] if conversation.prefix.system else []
-    parts += [f"# Material {place}\n\n{block}" for place, block in enumerate(conversation.prefix.context, start=1)]
+    parts += [
+        f"# Material {position}\n\n{block}" for position, block in enumerate(conversation.prefix.context, start=1)
+    ]
     last = len(conversation.turns) - 1
-    for place, turn in enumerate(conversation.turns):
+    for position, turn in enumerate(conversation.turns):
         spoken = "Earlier request" if turn.role is Role.USER else "Earlier reply"
-        parts.append(f"# {'Request' if place == last else spoken}\n\n{turn.text}")
+        parts.append(f"# {'Request' if position == last else spoken}\n\n{turn.text}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
@@ -109,8 +132,8 @@ def _parts(recorded: Conversation, asked: Conversation) -> Iterator[tuple[str, s
     """Pairs of parts that belong together, each with its name; a part that one side lacks is empty."""
     yield "the system prompt", recorded.prefix.system, asked.prefix.system
     contexts = zip_longest(recorded.prefix.context, asked.prefix.context, fillvalue="")
-    for place, (before, after) in enumerate(contexts, start=1):
-        yield f"block {place} of the context", before, after
+    for position, (before, after) in enumerate(contexts, start=1):
+        yield f"block {position} of the context", before, after
     texts = [[turn.text for turn in one.turns] for one in (recorded, asked)]
-    for place, (before, after) in enumerate(zip_longest(*texts, fillvalue=""), start=1):
-        yield f"turn {place}", before, after
+    for position, (before, after) in enumerate(zip_longest(*texts, fillvalue=""), start=1):
+        yield f"turn {position}", before, after

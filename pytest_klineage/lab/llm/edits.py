@@ -33,7 +33,7 @@ EXCERPT = 120
 """How much of a text a message quotes."""
 
 
-class Block(msgspec.Struct, frozen=True):
+class FencedBlock(msgspec.Struct, frozen=True):
     """A fenced block: its language as written behind the fence, and its text."""
 
     language: str
@@ -53,9 +53,9 @@ def usable_text(reply: Reply) -> str:
     return reply.text
 
 
-def code_blocks(text: str) -> tuple[Block, ...]:
+def code_blocks(text: str) -> tuple[FencedBlock, ...]:
     """All fenced blocks; a block ends at a fence of its kind at least as long. Raises MalformedReply if one is open."""
-    blocks: list[Block] = []
+    blocks: list[FencedBlock] = []
     opened: re.Match[str] | None = None
     lines: list[str] = []
     for line in LINE.findall(text):
@@ -65,7 +65,7 @@ def code_blocks(text: str) -> tuple[Block, ...]:
                 opened, lines = fence, []
         elif fence is not None and _closes(fence, opened):
             words = opened["info"].split()
-            blocks.append(Block(words[0].lower() if words else "", "".join(lines)))
+            blocks.append(FencedBlock(words[0].lower() if words else "", "".join(lines)))
             opened = None
         else:
             lines.append(line)
@@ -74,7 +74,7 @@ def code_blocks(text: str) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def one_block(text: str) -> Block:
+def one_block(text: str) -> FencedBlock:
     """The only fenced block of a reply. Raises MalformedReply when there is none, or more than one."""
     blocks = code_blocks(text)
     if not blocks:
@@ -134,20 +134,20 @@ def apply_edits(text: str, edits: Iterable[Replacement]) -> str:
 
     A piece must occur exactly once, character by character, and must change something.
     """
-    for place, edit in enumerate(edits, start=1):
+    for position, edit in enumerate(edits, start=1):
         quoted = repr(edit.search[:EXCERPT])
         if edit.search == edit.replace:
-            raise MalformedReply(Malformation.EDIT_CHANGES_NOTHING, f"edit {place} replaces {quoted} by itself")
+            raise MalformedReply(Malformation.EDIT_CHANGES_NOTHING, f"edit {position} replaces {quoted} by itself")
         count = _occurrences(text, edit.search)
         if not edit.search.strip() or count == 0:
             raise MalformedReply(
                 Malformation.EDIT_NOT_FOUND,
-                f"edit {place} does not apply: {quoted} is not in the text; copy the lines exactly as they are",
+                f"edit {position} does not apply: {quoted} is not in the text; copy the lines exactly as they are",
             )
         if count > 1:
             raise MalformedReply(
                 Malformation.EDIT_AMBIGUOUS,
-                f"edit {place} fits {count} times: {quoted}; quote more lines around it, so that it fits once",
+                f"edit {position} fits {count} times: {quoted}; quote more lines around it, so that it fits once",
             )
         text = text.replace(edit.search, edit.replace)
     return text

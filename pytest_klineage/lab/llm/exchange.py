@@ -1,24 +1,23 @@
-"""Replies through a folder: a numbered prompt goes out as a file, and whoever answers puts the reply beside it.
+"""Replies through a folder: a numbered prompt goes out as a file, and the answering side puts the reply beside it.
 
-NNNN-prompt.md   written here: what is asked, and how to answer; it appears whole, under its name, or not at all
+NNNN-prompt.md   written here: what is asked, and how to answer; it appears whole, under its name, or not yet
 NNNN-reply.md    written by the answering side: the reply and nothing else
 NNNN-usage.json  optional, beside the reply: the tokens that it took, as a `Usage`; without it they are estimated
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError, WaitsForReply
-from pytest_klineage.lab.llm.backend import EstimatedBilling, Reply
+from pytest_klineage.lab.llm.backend import EstimatedBackend, Reply
 from pytest_klineage.lab.llm.conversation import Conversation, as_markdown
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.prices import Prices
 from pytest_klineage.records import Usage, from_json
+from pytest_klineage.results.storage import write_atomically
 
 DEADLINE_S = 24 * 3600.0
 POLL_S = 0.5
@@ -28,10 +27,10 @@ REPLY_LIMIT_BYTES = 4 * 1024 * 1024
 DIGEST_LINE = "digest: "
 HEAD_LINES = 6
 Progress = Callable[[Path, float], None]
-"""Told while waiting: the file that is waited for, and for how many seconds already."""
+"""Called while waiting, with the file that is waited for, and for how many seconds already."""
 
 
-class ExchangeBackend(EstimatedBilling):
+class ExchangeBackend(EstimatedBackend):
     """A folder through which prompts are answered by anybody. Usage is estimated unless the answering side states it.
 
     A prompt is numbered after its call. When a run was interrupted and asks the same prompt under the same number
@@ -90,7 +89,7 @@ class ExchangeBackend(EstimatedBilling):
             if answer.exists():
                 raise UsageError(f"{answer} is there before its prompt: remove it, or use another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write_whole(prompt, self._text(answer, conversation, max_output_tokens))
+            write_atomically(prompt, self._text(answer, conversation, max_output_tokens).encode())
         except OSError as error:
             raise StoreError(f"the exchange folder {self.folder} cannot be used: {error.strerror or error}") from error
 
@@ -176,17 +175,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StoreError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that it appears under its name with all of its contents, and survives a crash."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with draft.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            draft.unlink()

@@ -7,14 +7,14 @@ from collections import deque
 from pathlib import Path
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm.backend import Reply
-from pytest_klineage.lab.llm.conversation import Conversation, difference
+from pytest_klineage.lab.llm.backend import Backend, Reply
+from pytest_klineage.lab.llm.conversation import PROMPT_SET, Conversation, difference
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.trajectory import RecordedCall, read_trajectory, recorded_calls
 from pytest_klineage.records import Answered, Begun
 
 
-class ReplayBackend:
+class ReplayBackend(Backend):
     """A trajectory as a model. Equal prompts are answered in the order in which they were recorded.
 
     Usage and cost are the recorded ones, so that a replay goes through a budget as the original did. A call that failed
@@ -22,29 +22,28 @@ class ReplayBackend:
     """
 
     name = "replay"
-    resumable = False
 
     def __init__(self, path: Path) -> None:
         lines, _ = read_trajectory(path)
         events = tuple(line.event for line in lines)
         self.path = path
-        self.model = next((event.model for event in events if isinstance(event, Begun)), "")
+        begun = next((event for event in events if isinstance(event, Begun)), None)
+        self.model = begun.model if begun is not None else ""
+        self.prompt_set = begun.prompt_set if begun is not None else PROMPT_SET
         self._unused = deque(call for call in recorded_calls(events) if _usable(call))
         self._lock = threading.Lock()
         if not self._unused:
             raise UsageError(f"the trajectory {path} holds no reply to replay")
 
-    def begin(self) -> None:
-        """Every reply is given once, whoever asks."""
+    def upcoming(self, chat: str) -> RecordedCall | None:
+        """The chat's next call that has not been replayed; None when there is none left."""
+        with self._lock:
+            return next((call for call in self._unused if call.asked.chat == chat), None)
 
     def worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
         """What the call cost when it was recorded. Raises TrajectoryMismatch."""
         with self._lock:
             return _cost_usd(self._find(conversation))
-
-    def counted_worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
-        """As above."""
-        return self.worst_case_usd(conversation, max_output_tokens)
 
     def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:
         """The recorded reply. Raises TrajectoryMismatch for a prompt that was not recorded, or not so often."""

@@ -8,17 +8,25 @@ from collections.abc import Mapping
 from functools import reduce
 from operator import add
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
 
 from pytest_klineage.errors import BadRecord, KlineageError, UsageError
 from pytest_klineage.lab.llm.backend import Backend, Reply
-from pytest_klineage.lab.llm.budget import Budget
-from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn, continued, difference, well_formed
+from pytest_klineage.lab.llm.conversation import (
+    PROMPT_SET,
+    Conversation,
+    Prefix,
+    Role,
+    Turn,
+    continued,
+    difference,
+    well_formed,
+)
 from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failure, TrajectoryMismatch
-from pytest_klineage.lab.llm.replay import recorded_failure, replied
+from pytest_klineage.lab.llm.prices import Budget
+from pytest_klineage.lab.llm.replay import ReplayBackend, recorded_failure, replied
 from pytest_klineage.lab.llm.trajectory import RecordedCall, Trajectory
 from pytest_klineage.records import Answered, Asked, Begun, Event, Failed, Judged, Noted, Stopped, Usage
 
@@ -49,6 +57,7 @@ class Session:
             model=backend.model,
             budget_usd=limit_usd,
             settings=dict(settings or {}),
+            prompt_set=backend.prompt_set if isinstance(backend, ReplayBackend) else PROMPT_SET,
         )
         return cls(backend, budget, Trajectory.create(path, begun))
 
@@ -99,6 +108,11 @@ class Session:
         used = [event.usage for event in self.trajectory.events if isinstance(event, Answered)]
         return reduce(add, used) if used else Usage(model=self.backend.model)
 
+    @property
+    def prompt_set(self) -> int:
+        """The number of the prompt set that the trajectory was begun with."""
+        return next((event.prompt_set for event in self.trajectory.events if isinstance(event, Begun)), PROMPT_SET)
+
     def record(self, event: Judged | Noted | Stopped) -> None:
         """Write what is not a call: a verdict, a note, an end."""
         self.trajectory.append(event)
@@ -119,9 +133,7 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -153,7 +165,7 @@ class Chat:
         a limit cut it off, are replies; see `stop_reason`. An empty reply leaves no trace in the turns.
         """
         with self._lock:
-            text = well_formed(text)
+            text = self._worded(well_formed(text))
             conversation = Conversation(prefix=self.prefix, turns=(*self._turns, Turn(Role.USER, text)))
             limit = self.max_output_tokens if max_output_tokens is None else max_output_tokens
             if limit < 1:
@@ -166,6 +178,17 @@ class Chat:
                 reply = self._sent(conversation, reply.max_output_tokens, reply.call)
             self._turns = continued(self._turns, text, reply.text)
             return reply
+
+    def _worded(self, text: str) -> str:
+        """The text; in place of it the recorded prompt, where the recording is of another prompt set."""
+        if self._session.prompt_set == PROMPT_SET:
+            return text
+        trajectory, backend = self._session.trajectory, self._session.backend
+        recorded = trajectory.upcoming(self.name)
+        if recorded is None and isinstance(backend, ReplayBackend):
+            recorded = backend.upcoming(self.name)
+        same_turn = recorded is not None and recorded.asked.history == len(self._turns)
+        return recorded.asked.text if recorded is not None and same_turn else text
 
     def _recalled(self, conversation: Conversation) -> Reply | Asked | None:
         """The recorded reply; or the recorded call to take up again; or None when there is none left."""

@@ -8,7 +8,6 @@ import os
 import threading
 from collections import deque
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -27,8 +26,9 @@ from pytest_klineage.records import (
     parse_trajectory,
     to_json,
 )
+from pytest_klineage.results.packed import read_packed
 
-Outcome = Answered | Failed
+CallOutcome = Answered | Failed
 
 
 class RecordedCall(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class RecordedCall(msgspec.Struct, frozen=True):
 
     asked: Asked
     conversation: Conversation
-    outcome: Outcome | None
+    outcome: CallOutcome | None
     """None when the call was cut off."""
 
 
@@ -164,9 +164,7 @@ class Trajectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -184,9 +182,9 @@ def _mended(path: Path, descriptor: int) -> tuple[tuple[TrajectoryLine, ...], tu
 
 
 def read_trajectory(path: Path) -> tuple[tuple[TrajectoryLine, ...], tuple[str, ...]]:
-    """Lines of a trajectory that nobody writes to, and warnings. Raises UsageError, BadRecord or StoreError."""
+    """Lines of a trajectory that is not being written, and warnings. Raises UsageError, BadRecord or StoreError."""
     try:
-        return parse_trajectory(path.read_bytes(), path.name)
+        return parse_trajectory(read_packed(path), path.name)
     except FileNotFoundError as error:
         raise UsageError(f"there is no trajectory {path}") from error
     except OSError as error:

@@ -6,59 +6,23 @@ What a compiler or a kernel printed comes from untrusted code: it is bounded, cl
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 
 from pytest_klineage.lab.library.rendering import fenced
+from pytest_klineage.lab.optimizers.prompts import FOLDER
 from pytest_klineage.records import Check, Code, Reason, Status, Verdict
-from pytest_klineage.results.runs import LARGEST_DOUBLE
+from pytest_klineage.records.codec import LARGEST_DOUBLE
 
 SHOWN_REASONS = 3
 LOG_LINES, LOG_COLUMNS = 30, 200
 MESSAGE_CHARACTERS = 600
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
-BY_STATUS = {
-    Status.ACCEPTED: "It is right and fast enough. Make it faster, from here.",
-    Status.SLOWER: "It is right. Make it faster: name what bounds it now, and change that.",
-    Status.INCONCLUSIVE: "It is right; the machine was too busy for a sharp figure. Go on from here.",
-    Status.WRONG_VALUE: "Find the error before anything else: indices, tails, initial values, order of writes.",
-    Status.WRONG_SHAPE: "Write outputs of exactly the shapes and strides in the contract.",
-    Status.WRONG_DTYPE: "Write outputs of exactly the data types in the contract.",
-    Status.CHEAT: "Compute the result in every call, from its arguments alone, and be done when it returns.",
-    Status.WRAPPER: "Write the computation yourself; a library or framework must not do it.",
-    Status.BUILD_ERROR: "Correct what the compiler says, and send the kernel again.",
-    Status.RUNTIME_ERROR: "Look for accesses out of bounds, misaligned loads, and arguments that the kernel refuses.",
-    Status.TIMEOUT: "Make sure that every loop ends and no thread waits for ever.",
-    Status.SKIPPED: "It was not judged; the reason above says what is missing.",
-}
-"""One for every status."""
-BY_CODE = {
-    Code.NON_FINITE: "Look for an overflow, a division by zero, or a maximum that was not subtracted.",
-    Code.UNWRITTEN: "Write every element of every output, edges and tails as well.",
-    Code.INPUT_MUTATED: "Inputs are read-only: copy what you change.",
-    Code.OUT_OF_BOUNDS: "Something was written outside of a tensor: check tails and strides.",
-    Code.ALIASED_OUTPUT: "Give each output memory of its own.",
-    Code.REPLAY: "Keep no results between calls: every call has other contents at the same address.",
-    Code.LATE_WORK: "Finish all work before returning: join threads, use the stream that was handed in.",
-    Code.FLAG_REFUSED: "Use only flags of the list in the contract.",
-    Code.ENTRY_MISSING: "Export the function under the name that the contract gives.",
-    Code.SPILLS: "Give the kernel more registers: smaller tiles, or another launch bound.",
-    Code.MISSING_INSTRUCTION: "The contract demands that instruction in the machine code: use it.",
-    Code.RETURNED_ERROR: "The kernel refused its arguments, and says why. Support the case of the contract.",
-    Code.LOG_FLOOD: "Print nothing.",
-    Code.OUT_OF_MEMORY: "Use less scratch memory.",
-    Code.TIMEOUT_BUILD: "Simplify the source: the compiler did not end in time.",
-    Code.INCONCLUSIVE_UNSTABLE: (
-        "It is right, but its times, or the reference's, are two populations. If the kernel starts threads itself, bind"
-        " them to processors; go on from here."
-    ),
-    Code.INCONCLUSIVE_INTERVAL: "It is right, and about as fast as required. Make it faster, from here.",
-}
-"""More precise than the status, where there is more to say."""
-
 
 def feedback_text(verdict: Verdict) -> str:
-    """What a model is told of a verdict: a few lines, then logs. The same verdict gives the same text, byte for byte.
+    """What a model is shown of a verdict: a few lines, then logs. The same verdict gives the same text, byte for byte.
 
     Numbers are those of the verdict; samples are not needed.
     """
@@ -75,16 +39,23 @@ def feedback_text(verdict: Verdict) -> str:
 
 def next_step(verdict: Verdict) -> str:
     """What the author of a kernel should do about the reason that decided."""
-    return BY_CODE.get(verdict.code) or BY_STATUS[verdict.status]
+    steps = next_steps()
+    return steps["code"].get(verdict.code.value) or steps["status"][verdict.status.value]
+
+
+@cache
+def next_steps() -> dict[str, dict[str, str]]:
+    """prompts/next_steps.toml: one sentence for every status, a more precise one for some codes."""
+    return tomllib.loads((FOLDER / "next_steps.toml").read_text(encoding="utf-8"))
 
 
 def malformed_text(why: str) -> str:
-    """What a model is told when its reply held no kernel."""
+    """What a model is shown when its reply held no kernel."""
     return f"Your reply held no kernel that could be judged: {cleaned(why)}"
 
 
 def repeated_text(step: int, feedback: str) -> str:
-    """What a model is told when it sends a kernel again."""
+    """What a model is shown when it sends a kernel again."""
     return f"This is, byte for byte, the kernel of step {step}; it was not judged again. Said then:\n{feedback}"
 
 
@@ -121,8 +92,8 @@ def _worst(checks: tuple[Check, ...]) -> Iterator[str]:
     at = f" at the shape {_shape(worst.shape)}" if worst.shape else ""
     passed = len(checks) - len(failed)
     yield (
-        f"Worst check: inputs {worst.regime!r}, output {worst.output!r}{at}: error {_error(worst.error)}, allowed "
-        f"{worst.bound:.4g}, in units of an honest rounding error. Passed: {passed} of {len(checks)}."
+        f"Worst check: inputs {worst.input_distribution!r}, output {worst.output!r}{at}: error {_error(worst.error)}, "
+        f"allowed {worst.bound:.4g}, in units of an honest rounding error. Passed: {passed} of {len(checks)}."
     )
 
 
@@ -143,6 +114,8 @@ def _timing(verdict: Verdict) -> Iterator[str]:
         f"Time: yours {timing.candidate_ms:.4g} ms, reference {timing.reference_ms:.4g} ms; speedup "
         f"{speed.estimate:.3g}x, {speed.confidence:.0%} interval [{speed.low:.3g}, {speed.high:.3g}]."
     )
+    if verdict.screened is not None:
+        yield f"It was timed only as long as the comparison with the best kernel so far, {verdict.screened:.3g}x, took."
 
 
 def _resources(verdict: Verdict) -> Iterator[str]:

@@ -5,24 +5,31 @@ All of them have the same loop, the same contract and the same words; they diffe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
+import msgspec
+
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex, Dimension, Retrieval, Target
-from pytest_klineage.lab.llm.session import Session
-from pytest_klineage.lab.optimizers.chat_method import Asking, Kernels, read_reply, shown_again, source_text
+from pytest_klineage.lab.library.rendering import fenced, prompt_text
+from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex, Dimension, Match, RetrievalTarget
+from pytest_klineage.lab.llm.backend import Reply
+from pytest_klineage.lab.llm.faults import Malformation, MalformedReply
+from pytest_klineage.lab.llm.session import Chat, Session
+from pytest_klineage.lab.optimizers.instructions import code_language
 from pytest_klineage.lab.optimizers.prompts import paragraphs, prompt
-from pytest_klineage.lab.optimizers.proposal import header_lines
-from pytest_klineage.lab.optimizers.recording import open_chat, recording_of
-from pytest_klineage.lab.optimizers.serving import card_text, label_text, lineage_order, order_text, retrieved
+from pytest_klineage.lab.optimizers.proposal import empty_source, header_lines, proposed_source
+from pytest_klineage.lab.optimizers.recording import call_number, open_chat, recording_of
 from pytest_klineage.lab.optimizers.session import Proposals
-from pytest_klineage.lab.optimizers.task import Observation, Task
-from pytest_klineage.records import Noted, SkillCard
+from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
+from pytest_klineage.records import KernelSource, Noted, SkillCard
 
 CARDS_TOPIC = "cards"
 OWN = "; some were lifted from this operator and shape"
 CHOICE = "\nCARDS: names of the cards that you apply, separated by commas; or none"
+BASES = ("best", "last", "root")
+DRIFTED = (Malformation.EDIT_NOT_FOUND, Malformation.EDIT_AMBIGUOUS, Malformation.BROKEN_EDIT)
+"""What a reply shows whose author no longer knows the text that its edits are for."""
 
 
 class Serving(StrEnum):
@@ -47,39 +54,31 @@ CARD_METHODS: dict[str, tuple[Serving, Dimension | None]] = {
 class CardMethod:
     """One chat per workload: the contract and the cards in its prefix, kernels and verdicts in its turns.
 
-    `goal` is a sentence on what is wanted, such as a speedup to reach; it stands in the first turn. `max_steps` is told
-    to the model when given; the limit itself is the loop's.
+    `name` is one of CARD_METHODS. `goal` is a sentence on what is wanted, such as a speedup to reach; it stands in the
+    first turn. `max_steps` is shown to the model when given; the limit itself is the loop's. Raises UnknownName.
     """
 
     def __init__(
-        self,
-        index: CardIndex | None = None,
-        *,
-        k: int = DEFAULT_K,
-        serving: Serving = Serving.CARDS,
-        without: Dimension | None = None,
-        contaminated: bool = True,
-        capabilities: Sequence[str] = (),
-        goal: str = "",
-        max_steps: int = 0,
-    ) -> None:
-        self.index, self.k, self.serving = index or CardIndex(()), k, serving
-        self.without, self.contaminated, self.capabilities = without, contaminated, tuple(capabilities)
+        self, name: str = "klineage", index: CardIndex | None = None, *, k: int = DEFAULT_K,
+        capabilities: Sequence[str] = (), goal: str = "", max_steps: int = 0,
+    ) -> None:  # fmt: skip
+        if name not in CARD_METHODS:
+            raise UnknownName("method", name, CARD_METHODS)
+        self.name = name
+        self.serving, self.without = CARD_METHODS[name]
+        self.index, self.k, self.capabilities = index or CardIndex(()), k, tuple(capabilities)
         self.goal, self.max_steps = goal, max_steps
 
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        if self.serving is Serving.NOTHING:
-            return "generated-only"
-        if self.serving is Serving.LABELS:
-            return "labels-only"
-        return f"klineage-without-{self.without.value}" if self.without is not None else "klineage"
+    def retrieved(self, task: Task) -> tuple[Match, ...]:
+        """The cards that a task gets, less what only the dimension brings that is switched off.
 
-    def retrieved(self, task: Task) -> Retrieval:
-        """The cards that a task gets. Raises UnknownName for its platform or a capability."""
-        target = Target(case=task.case, surface=task.surface, platform=task.platform, capabilities=self.capabilities)
-        return retrieved(self.index, target, k=self.k, without=self.without, contaminated=self.contaminated)
+        Raises UnknownName for its platform or a capability.
+        """
+        target = RetrievalTarget(
+            case=task.case, surface=task.surface, platform=task.platform, capabilities=self.capabilities
+        )
+        matches = self.index.retrieve(target, self.k).matches
+        return tuple(match for match in matches if self.without is None or set(match.by) - {self.without})
 
     def proposals(self, task: Task, models: Session) -> Proposals:
         """See `Method`: turn by turn a whole kernel or edits, the gate's words as the next turn, until a limit."""
@@ -99,7 +98,7 @@ class CardMethod:
         """The cards of a task in the order in which they are shown."""
         if self.serving is Serving.NOTHING:
             return ()
-        return lineage_order(match.card for match in self.retrieved(task).matches)
+        return lineage_order(match.card for match in self.retrieved(task))
 
     def _noted(self, task: Task, models: Session) -> frozenset[str]:
         """The names of the cards of this run, which are noted, and whether one was lifted from this very target.
@@ -110,7 +109,7 @@ class CardMethod:
             return frozenset()
         text = recording_of(models).first(CARDS_TOPIC)
         if text is None:
-            own = OWN if self.retrieved(task).contaminated else ""
+            own = OWN if any(match.contaminated for match in self.retrieved(task)) else ""
             text = f"{', '.join(card.name for card in self._cards(task)) or 'none'}{own}"
             models.record(Noted(topic=CARDS_TOPIC, text=text))
         return frozenset(text.removesuffix(OWN).split(", "))
@@ -124,8 +123,9 @@ class CardMethod:
         """The block of cards; nothing when there are none."""
         if not cards:
             return ()
-        order = f"Skill cards, in the order in which lineages applied them:\n\n{order_text(cards)}"
-        show = card_text if self.serving is Serving.CARDS else label_text
+        numbered = (f"{number}. {card.name} ({card.category.value})" for number, card in enumerate(cards, start=1))
+        order = "Skill cards, in the order in which lineages applied them:\n\n" + "\n".join(numbered)
+        show = prompt_text if self.serving is Serving.CARDS else _label_text
         return ("\n\n".join([order, *(show(card).rstrip("\n") for card in cards)]) + "\n",)
 
     def _first(self, task: Task) -> str:
@@ -140,22 +140,17 @@ class CardMethod:
         )  # fmt: skip
 
 
-def card_method(
-    name: str,
-    index: CardIndex,
-    *,
-    k: int = DEFAULT_K,
-    capabilities: Sequence[str] = (),
-    goal: str = "",
-    max_steps: int = 0,
-) -> CardMethod:
-    """The method of that name over a library: one of CARD_METHODS. Raises UnknownName."""
-    if name not in CARD_METHODS:
-        raise UnknownName("method", name, CARD_METHODS)
-    serving, without = CARD_METHODS[name]
-    return CardMethod(
-        index, k=k, serving=serving, without=without, capabilities=capabilities, goal=goal, max_steps=max_steps
-    )
+def lineage_order(cards: Iterable[SkillCard]) -> tuple[SkillCard, ...]:
+    """Cards in the order in which their lineages applied them: fewest steps before first, then by name."""
+    return tuple(sorted(cards, key=lambda card: (_steps_before(card), card.name)))
+
+
+def _steps_before(card: SkillCard) -> int:
+    return min((len(origin.prior) for origin in card.origins), default=len(card.scope.prior))
+
+
+def _label_text(card: SkillCard) -> str:
+    return f"# Skill {card.name}\n\nCategory: {card.category.value}\n"
 
 
 def _root_text(task: Task) -> str:
@@ -178,3 +173,98 @@ def _choice(written: str, names: frozenset[str]) -> str:
     """What a reply says of its choice, as a note: the cards that there are among those it names."""
     chosen = [name for word in written.split(",") if (name := word.strip("`'\"*. ")) in names]
     return f"cards: {', '.join(dict.fromkeys(chosen))}" if chosen else "local exploration"
+
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """A reply, read."""
+
+    proposal: Proposal
+    drifted: KernelSource | None = None
+    """The kernel that the reply's edits did not fit; it is shown again."""
+
+
+class Kernels:
+    """The kernels that a reply may refer to."""
+
+    def __init__(self, task: Task, *, always_last: bool = False) -> None:
+        self._always_last = always_last
+        self.root = task.root if task.root is not None else empty_source(task.surface)
+        self.last, self.best = self.root, self.root
+        self.last_step, self.best_step = 0, 0
+        self._scored = task.submitted is not None and task.submitted.speedup is not None
+        self._last_is_good = True
+
+    def saw(self, seen: Observation) -> None:
+        """Take note of what came of a proposal."""
+        source = seen.proposal.source
+        if source is None:
+            return
+        self.last, self.last_step = source, seen.step
+        self._last_is_good = seen.speedup is not None
+        if seen.is_best:
+            self.best, self.best_step, self._scored = source, seen.step, True
+
+    @property
+    def default(self) -> str:
+        """What edits apply to when a reply does not say: the last kernel while it needs repair, else the best."""
+        return "last" if self._always_last or not (self._last_is_good and self._scored) else "best"
+
+    def named(self, name: str) -> KernelSource:
+        """The kernel that a line BASE means; the default one for any other word."""
+        chosen = name if name in BASES else self.default
+        return {"best": self.best, "last": self.last, "root": self.root}[chosen]
+
+    def default_text(self) -> str:
+        """The default in words, such as "the kernel of step 3"."""
+        return _step_text(self.best_step if self.default == "best" else self.last_step)
+
+
+def _step_text(step: int) -> str:
+    return f"the kernel of step {step}" if step else "the kernel that you were given"
+
+
+def read_reply(reply: Reply, kernels: Kernels, *, call: int, label: str, note: str) -> Draft:
+    """The proposal in a reply; a malformed one says why there is none."""
+    base = kernels.named(header_lines(reply.text).get("BASE", "").strip("`'\". ").lower())
+    try:
+        source = proposed_source(reply, base)
+    except MalformedReply as error:
+        proposal = Proposal(source=None, call=call, parent=base.digest, note=note, malformed=str(error))
+        return Draft(proposal=proposal, drifted=base if error.kind in DRIFTED else None)
+    source = msgspec.structs.replace(source, label=label)
+    return Draft(proposal=Proposal(source=source, call=call, parent=base.digest, note=note))
+
+
+def source_text(source: KernelSource) -> str:
+    """A kernel for a prompt: every file in a fence of its own, and its flags where it has some."""
+    return "\n\n".join(_files(source))
+
+
+def _files(source: KernelSource) -> Iterator[str]:
+    for file in source.files:
+        if len(source.files) > 1:
+            yield f"File {file.name}:"
+        yield fenced(file.text, code_language(source.surface))
+    if source.flags:
+        yield f"FLAGS: {' '.join(source.flags)}"
+
+
+def shown_again(source: KernelSource | None) -> str:
+    """The text that edits did not fit, for the next turn; empty when they did."""
+    if source is None:
+        return ""
+    return f"This is the text that your edits did not fit:\n\n{source_text(source)}"
+
+
+class Asking:
+    """A chat with a count of its replies, so that each proposal can name its call."""
+
+    def __init__(self, session: Session, chat: Chat) -> None:
+        self._session, self._chat = session, chat
+        self._replies = 0
+
+    def ask(self, text: str) -> tuple[Reply, int]:
+        """The reply and the number of its call. Raises what `Chat.ask` raises."""
+        reply = self._chat.ask(text)
+        self._replies += 1
+        return reply, call_number(self._session, self._chat, self._replies)

@@ -9,9 +9,11 @@ import msgspec
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.lab.library.retrieval import DEFAULT_K, CardIndex
-from pytest_klineage.lab.optimizers.accelopt import AccelOpt, AccelOptSettings
-from pytest_klineage.lab.optimizers.adaexplore import AdaExplore, AdaExploreSettings, MemoryMode
-from pytest_klineage.lab.optimizers.klineage import CARD_METHODS, Serving, card_method
+from pytest_klineage.lab.optimizers.accelopt.method import AccelOpt
+from pytest_klineage.lab.optimizers.accelopt.policy import AccelOptSettings
+from pytest_klineage.lab.optimizers.adaexplore.method import AdaExplore
+from pytest_klineage.lab.optimizers.adaexplore.tree import AdaExploreSettings, MemoryMode
+from pytest_klineage.lab.optimizers.klineage import CARD_METHODS, CardMethod, Serving
 from pytest_klineage.lab.optimizers.session import Method
 
 ACCELOPT = "accelopt"
@@ -34,8 +36,8 @@ class MethodSettings(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...] = ()
     """Instruction sets of the target, for retrieval."""
     goal: str = ""
-    """A sentence on what is wanted, told to the model by the methods with one chat."""
-    told_steps: int = 0
+    """A sentence on what is wanted, shown to the model by the methods with one chat."""
+    announced_steps: int = 0
     """How many steps such a method tells the model that it has; 0 for none."""
     max_steps: int = 0
     """The loop's limit: a published method goes on at least so long."""
@@ -47,9 +49,10 @@ def make_method(name: str, settings: MethodSettings | None = None) -> Method:
     """The method of that name. Raises UnknownName, and UsageError for adaexplore-shared without a rule file."""
     given = settings if settings is not None else MethodSettings()
     if name in CARD_METHODS:
-        return card_method(
-            name, given.index, k=given.k, capabilities=given.capabilities, goal=given.goal, max_steps=given.told_steps
-        )
+        return CardMethod(
+            name, given.index, k=given.k, capabilities=given.capabilities, goal=given.goal,
+            max_steps=given.announced_steps,
+        )  # fmt: skip
     if name in ADAEXPLORE:
         return _adaexplore(name, given)
     if name == ACCELOPT:

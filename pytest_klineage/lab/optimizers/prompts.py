@@ -1,4 +1,4 @@
-"""The prompts of this package as templates in prompts/*.md, and filling them in. What they say is written there."""
+"""Prompts as templates in folders prompts/, NAME.md each, and filling them in. What they say is written there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pytest_klineage.errors import UnknownName
 FOLDER = Path(__file__).with_name("prompts")
 
 
-def prompt(name: str, **values: str) -> str:
+def prompt(name: str, /, folder: Path = FOLDER, **values: str) -> str:
     """The prompt of that name with its $words filled in. Raises UnknownName, or KeyError for a missing value."""
-    return _template(name).substitute(values)
+    return _template(folder, name).substitute(values)
 
 
 def paragraphs(*parts: str) -> str:
@@ -22,8 +22,8 @@ def paragraphs(*parts: str) -> str:
 
 
 @cache
-def _template(name: str) -> Template:
-    path = FOLDER / f"{name}.md"
+def _template(folder: Path, name: str) -> Template:
+    path = folder / f"{name}.md"
     if not path.is_file():
-        raise UnknownName("prompt", name, (found.stem for found in FOLDER.glob("*.md")))
+        raise UnknownName("prompt", name, (found.stem for found in folder.glob("*.md")))
     return Template(path.read_text(encoding="utf-8").rstrip("\n"))

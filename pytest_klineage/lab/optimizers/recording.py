@@ -1,18 +1,17 @@
-"""What a trajectory remembers beside its calls: prompts' prefixes, settings, and verdicts as methods were told them.
+"""What a trajectory remembers beside its calls: prompts' prefixes, settings, and verdicts as methods got them.
 
-A verdict that a method was told stands in the trajectory twice: as Judged, short, and before it as Noted with the topic
-"verdict", whole except for the raw samples. So a resumed run, and a replay, tell the method exactly what it was told.
+A verdict that a method got stands in the trajectory twice: as Judged, short, and before it as Noted with the topic
+"verdict", whole except for the raw samples. So a resumed run, and a replay, give the method exactly what it got.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import msgspec
 
+from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.lab.llm.conversation import Prefix
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Chat, Session
@@ -29,19 +28,17 @@ from pytest_klineage.records import (
     from_json,
     from_plain,
     is_at_the_edge,
-    to_json,
     to_plain,
 )
-from pytest_klineage.results.runs import LARGEST_DOUBLE
+from pytest_klineage.records.codec import finite
 
 VERDICT_TOPIC = "verdict"
-SCORED = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
-RIGHT = "right"
+RIGHT_CLASS = "right"
 """The class of all verdicts on right kernels: how fast one is depends on the machine."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict as a method was told it."""
+class VerdictMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """A verdict as a method got it."""
 
     verdict: Verdict
     """As `abridged` makes it."""
@@ -77,7 +74,7 @@ class Recording:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.settings: dict[str, str] = {}
         self.prefixes: dict[str, Prefix] = {}
-        self.told: dict[str, Told] = {}
+        self.messages: dict[str, VerdictMessage] = {}
         """By digest of the source; a source is judged once in a run."""
         self._notes: Counter[tuple[str, str]] = Counter()
         for event in events:
@@ -89,7 +86,7 @@ class Recording:
                 self._take(event)
 
     def __bool__(self) -> bool:
-        return bool(self.prefixes or self.told or self._notes)
+        return bool(self.prefixes or self.messages or self._notes)
 
     def first(self, topic: str) -> str | None:
         """The first note of this topic; None without one."""
@@ -104,8 +101,8 @@ class Recording:
 
     def _take(self, note: Noted) -> None:
         if note.topic == VERDICT_TOPIC:
-            told = from_json(note.text, Told)
-            self.told.setdefault(told.verdict.source_digest, told)
+            message = from_json(note.text, VerdictMessage)
+            self.messages.setdefault(message.verdict.source_digest, message)
         else:
             self._notes[note.topic, note.text] += 1
 
@@ -116,6 +113,18 @@ def recording_of(session: Session) -> Recording:
         lines, _ = read_trajectory(session.backend.path)
         return Recording(line.event for line in lines)
     return Recording(session.events)
+
+
+class Notebook:
+    """Notes in a session's trajectory; a resumed run writes none of them twice."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._written = session, Recording(session.events)
+
+    def note(self, topic: str, text: str) -> None:
+        """Write a note, unless it stands there already."""
+        if not self._written.noted(topic, text):
+            self._session.record(Noted(topic=topic, text=text))
 
 
 def open_chat(session: Session, name: str, *, system: str, context: tuple[str, ...] = ()) -> Chat:
@@ -139,34 +148,18 @@ def call_number(session: Session, chat: Chat, replies: int) -> int:
 
 
 def abridged(verdict: Verdict) -> Verdict:
-    """The verdict without raw samples and lists of executed kernels, which no method is told; all figures finite."""
+    """The verdict without raw samples and lists of executed kernels, which no method gets; all figures finite."""
     timing = verdict.timing
     if timing is not None:
         timing = msgspec.structs.replace(
             timing,
             reference_samples_ms=(),
             candidate_samples_ms=(),
-            reference_charges_ms=(),
-            candidate_charges_ms=(),
+            reference_overheads_ms=(),
+            candidate_overheads_ms=(),
         )
     short = msgspec.structs.replace(verdict, timing=timing, other_timings=(), kernels=(), reference_kernels=())
-    return from_plain(_finite(to_plain(short)), Verdict)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinities: an error without end becomes the largest number."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return -LARGEST_DOUBLE if value < 0 else LARGEST_DOUBLE
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
-
-
-def told_text(told: Told) -> str:
-    """The text of the note that keeps it."""
-    return to_json(told).decode()
+    return from_plain(finite(to_plain(short)), Verdict)
 
 
 def same_class(recorded: Verdict, fresh: Verdict) -> bool:
@@ -177,9 +170,9 @@ def same_class(recorded: Verdict, fresh: Verdict) -> bool:
     """
     if fresh.status is Status.SKIPPED or verdict_class(recorded.status) == verdict_class(fresh.status):
         return True
-    return all(verdict.scored or is_at_the_edge(verdict.reasons[0]) for verdict in (recorded, fresh))
+    return all(verdict.ranked or is_at_the_edge(verdict.reasons[0]) for verdict in (recorded, fresh))
 
 
 def verdict_class(status: Status) -> str:
     """What a replay must reproduce: "right" for every scored kernel, else the status."""
-    return RIGHT if status in SCORED else status.value
+    return RIGHT_CLASS if status in RIGHT else status.value

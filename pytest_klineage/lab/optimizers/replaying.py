@@ -12,10 +12,11 @@ from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.methods import recorded_method
-from pytest_klineage.lab.optimizers.recording import Recording, Told
-from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC, Judge, Outcome, optimize
+from pytest_klineage.lab.optimizers.recording import Recording, VerdictMessage
+from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC, Judge, OptimizationResult, optimize
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import Begun, Event, Judged, KernelCase, KernelSource, Noted, Surface, Verdict
+from pytest_klineage.results.packed import line_files
 
 ROOT_NOTE = "step 0: root"
 AGAIN = "not judged again"
@@ -52,10 +53,10 @@ def read_recorded(path: Path) -> Recorded:
     lines, _ = read_trajectory(path)
     events = tuple(line.event for line in lines)
     begun = next((event for event in events if isinstance(event, Begun)), None)
-    told = _first_told(events)
-    if begun is None or told is None:
-        raise UsageError(f"{path} holds no judged kernel: there is nothing to replay; run it anew")
-    return Recorded(path=path, begun=begun, events=events, case=told.verdict.case)
+    message = _first_message(events)
+    if begun is None or message is None:
+        raise UsageError(f"{path} holds no judged kernel: there is nothing to replay; run it again")
+    return Recorded(path=path, begun=begun, events=events, case=message.verdict.case)
 
 
 def best_recorded(folder: Path, method: str, case: KernelCase, platform: str) -> Recorded | None:
@@ -64,7 +65,7 @@ def best_recorded(folder: Path, method: str, case: KernelCase, platform: str) ->
     Files that hold no such run are left out.
     """
     found: list[tuple[float, Recorded]] = []
-    for path in sorted(folder.rglob("*.jsonl")) if folder.is_dir() else ():
+    for path in line_files(folder):
         try:
             recorded = read_recorded(path)
         except (BadRecord, UsageError):
@@ -75,7 +76,7 @@ def best_recorded(folder: Path, method: str, case: KernelCase, platform: str) ->
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def best_made(outcome: Outcome) -> KernelSource | None:
+def best_made(outcome: OptimizationResult) -> KernelSource | None:
     """The fastest kernel that a method made, which is not the root; None when none was scored."""
     made = [seen for seen in outcome.observations if seen.step > 0 and seen.speedup is not None]
     best = max(made, key=lambda seen: seen.speedup or 0.0, default=None)
@@ -101,21 +102,25 @@ def has_root(events: Sequence[Event]) -> bool:
     return any(isinstance(event, Noted) and (event.topic, event.text) == (STEP_TOPIC, ROOT_NOTE) for event in events)
 
 
-def replayed(recorded: Recorded, root: KernelSource | None, scratch: Path, judge: Judge | None = None) -> Outcome:
+def replayed(
+    recorded: Recorded, root: KernelSource | None, scratch: Path, judge: Judge | None = None
+) -> OptimizationResult:
     """Go through a recorded optimization again, writing its own trajectory to `scratch`, a new file.
 
-    The method is told the recorded verdicts. With `judge` every kernel is judged again (`Outcome.rejudged`). It ends
-    after as many steps as were recorded. Raises UsageError, TrajectoryMismatch among them, where the run would take
+    The method gets the recorded verdicts. With `judge` every kernel is judged again (`OptimizationResult.rejudged`).
+    It
+    ends after as many steps as were recorded. Raises UsageError, TrajectoryMismatch among them, where the run would
+    take
     another way than the recorded one, as after a change of prompts or of the root.
     """
     if not recorded.steps:
-        raise UsageError(f"{recorded.path} holds no step of a method: there is nothing to replay; run it anew")
+        raise UsageError(f"{recorded.path} holds no step of a method: there is nothing to replay; run it again")
     settings = recorded.begun.settings
     submitted = has_root(recorded.events)
     if submitted and (root is None or root.digest != recorded.judged[0]):
         raise UsageError(
             f"{recorded.path} began with another kernel than is there now (digest {recorded.judged[0][:12]}): restore "
-            "that one, or record the run anew"
+            "that one, or record the run again"
         )
     task = Task(
         case=recorded.case, platform=settings["platform"], surface=Surface(settings["surface"]), root=root,
@@ -127,15 +132,15 @@ def replayed(recorded: Recorded, root: KernelSource | None, scratch: Path, judge
         settings=settings,
     ) as session:  # fmt: skip
         outcome = optimize(
-            task, method, session, judge or _nobody, max_steps=recorded.steps, submit_root=submitted,
+            task, method, session, judge or _no_judge, max_steps=recorded.steps, submit_root=submitted,
             rejudge=judge is not None,
         )  # fmt: skip
     _same_way(recorded, scratch)
     return outcome
 
 
-def _first_told(events: Sequence[Event]) -> Told | None:
-    return next(iter(Recording(events).told.values()), None)
+def _first_message(events: Sequence[Event]) -> VerdictMessage | None:
+    return next(iter(Recording(events).messages.values()), None)
 
 
 def _same_way(recorded: Recorded, scratch: Path) -> None:
@@ -145,13 +150,13 @@ def _same_way(recorded: Recorded, scratch: Path) -> None:
     if digests != recorded.judged or steps_of(again) != recorded.steps:
         raise UsageError(
             f"{recorded.path} cannot be replayed: the same replies led to other kernels. Replay with the version that "
-            "recorded it, or record it anew"
+            "recorded it, or record it again"
         )
 
 
-def _nobody(case: KernelCase, source: KernelSource) -> Verdict:
+def _no_judge(case: KernelCase, source: KernelSource) -> Verdict:
     """The judge of a replay that judges nothing: a kernel without a recorded verdict is of another run."""
     raise UsageError(
         f"the replay came to a kernel ({source.digest[:12]} on {case.id}) that was not recorded: replay with the "
-        "version that recorded it, or record it anew"
+        "version that recorded it, or record it again"
     )

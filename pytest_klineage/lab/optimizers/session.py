@@ -14,12 +14,20 @@ from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.feedback import feedback_text, malformed_text, repeated_text
-from pytest_klineage.lab.optimizers.progress import StepProgress
-from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, Rejudged, Told, abridged, recording_of, told_text
-from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
-from pytest_klineage.records import Judged, KernelCase, KernelSource, Noted, Status, Stopped, Verdict
+from pytest_klineage.lab.optimizers.recording import (
+    VERDICT_TOPIC,
+    Notebook,
+    Rejudged,
+    VerdictMessage,
+    abridged,
+    recording_of,
+)
+from pytest_klineage.lab.optimizers.task import Observation, Proposal, StepProgress, Task
+from pytest_klineage.records import Judged, KernelCase, KernelSource, Noted, Status, Stopped, Verdict, to_json
 
 Judge: TypeAlias = Callable[[KernelCase, KernelSource], Verdict]
+Screen: TypeAlias = Callable[[KernelCase, KernelSource, float], Verdict]
+"""A judge that gets the speedup of the best kernel so far, and stops timing once it is excluded."""
 Proposals: TypeAlias = Generator[Proposal, Observation, None]
 
 MALFORMED_TOPIC, STEP_TOPIC = "malformed", "step"
@@ -42,7 +50,7 @@ class Method(Protocol):
         ...
 
 
-class Stop(StrEnum):
+class EndReason(StrEnum):
     """Why a run ended."""
 
     FINISHED = "finished"
@@ -62,7 +70,7 @@ class Stop(StrEnum):
     """Something that cannot be, such as a resumed run that asks otherwise than it did; the error goes on as well."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class OptimizationResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a run came to."""
 
     best: KernelSource | None
@@ -71,7 +79,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     observations: tuple[Observation, ...]
     """The root's first, if there was one."""
     stopped: str
-    """A word of Stop."""
+    """A word of `EndReason`."""
     message: str = ""
     spent_usd: float
     rejudged: tuple[Rejudged, ...] = ()
@@ -95,13 +103,16 @@ def optimize(
     target_speedup: float | None = None,
     submit_root: bool = True,
     rejudge: bool = True,
-) -> Outcome:
+    screen: Screen | None = None,
+) -> OptimizationResult:
     """Submit the root, then what the method proposes, and keep the best of what was scored.
 
     `max_steps` bounds the proposals, malformed ones included; the root is step 0 and free. `target_speedup` ends the
     run when the lower end of the best one's interval reaches it. Without `submit_root` the root is not judged, and
-    methods have it to begin with all the same. With the replay backend the method is told the
-    recorded verdicts, and with `rejudge` the gate is asked as well: see `Outcome.rejudged`.
+    methods have it to begin with all the same. With the replay backend the method gets the
+    recorded verdicts, and with `rejudge` the gate is asked as well: see `OptimizationResult.rejudged`. With `screen` a
+    kernel is
+    screened once there is a best one; one that seems better is judged in full, and only that verdict counts for it.
 
     Raises UsageError, TrajectoryMismatch among them, and HarnessError; what was recorded stays, and can be resumed.
     Raises Waiting where a verdict or a reply has not come yet: nothing is recorded of that, and the run goes on from
@@ -109,27 +120,31 @@ def optimize(
     """
     if max_steps < 1:
         raise UsageError(f"max_steps must be 1 or more, got {max_steps}")
-    run = _Run(task, session, judge, submit_root=submit_root, rejudge=rejudge, target_speedup=target_speedup)
+    run = _Run(
+        task, session, judge, submit_root=submit_root, rejudge=rejudge, target_speedup=target_speedup, screen=screen
+    )
     try:
         stopped, message = _drive(run, method, max_steps, on_step)
     except KeyboardInterrupt:
-        session.record(Stopped(reason=Stop.INTERRUPTED, message="from the keyboard; resume the trajectory to go on"))
+        session.record(
+            Stopped(reason=EndReason.INTERRUPTED, message="from the keyboard; resume the trajectory to go on")
+        )
         raise
     except Waiting:
         raise  # not an end: the same run goes on when the verdict or the reply is there
     except KlineageError as error:
-        reason = Stop.HARNESS if isinstance(error, HarnessError) else Stop.MISUSE
+        reason = EndReason.HARNESS if isinstance(error, HarnessError) else EndReason.MISUSE
         with contextlib.suppress(StoreError):  # a file that cannot be written may be the very reason
             session.record(Stopped(reason=reason, message=str(error).partition("\n")[0]))
         raise
-    if stopped is not Stop.BUDGET:  # the chat has written that one down itself
+    if stopped is not EndReason.BUDGET:  # the chat has written that one down itself
         session.record(Stopped(reason=stopped, message=message))
     return run.outcome(stopped, message)
 
 
 def _drive(
     run: _Run, method: Method, max_steps: int, on_step: Callable[[StepProgress], None] | None
-) -> tuple[Stop, str]:
+) -> tuple[EndReason, str]:
     """Run the method to its end. Returns why it ended."""
 
     def observed(proposal: Proposal) -> Observation:
@@ -147,7 +162,7 @@ def _drive(
     if run.submitted_root is not None:
         root = observed(Proposal(source=run.submitted_root, note="root"))
         if root.verdict is not None and root.verdict.status is Status.SKIPPED:
-            return Stop.NOT_JUDGED, root.verdict.reasons[0].message
+            return EndReason.NOT_JUDGED, root.verdict.reasons[0].message
         task = msgspec.structs.replace(task, submitted=root)
     coroutine = method.proposals(task, run.session)
     try:
@@ -155,16 +170,16 @@ def _drive(
         for step in range(1, max_steps + 1):
             seen = observed(proposal)
             if run.reached_target():
-                return Stop.TARGET, f"step {step} reaches {run.target_speedup:g}x"
+                return EndReason.TARGET, f"step {step} reaches {run.target_speedup:g}x"
             if step < max_steps:
                 proposal = coroutine.send(seen)
-        return Stop.STEP_LIMIT, f"{max_steps} steps"
+        return EndReason.STEP_LIMIT, f"{max_steps} steps"
     except StopIteration:
-        return Stop.FINISHED, "the method has nothing more to propose"
+        return EndReason.FINISHED, "the method has nothing more to propose"
     except BudgetExhausted as error:
-        return Stop.BUDGET, str(error)
+        return EndReason.BUDGET, str(error)
     except BackendFailed as error:
-        return Stop.BACKEND, str(error)
+        return EndReason.BACKEND, str(error)
     finally:
         coroutine.close()
 
@@ -181,11 +196,12 @@ class _Run:
         submit_root: bool,
         rejudge: bool,
         target_speedup: float | None,
+        screen: Screen | None = None,
     ) -> None:
         self.task, self.session, self.target_speedup = task, session, target_speedup
         self.submitted_root = task.root if submit_root else None
-        self._judge, self._rejudge = judge, rejudge
-        self._recording = recording_of(session)
+        self._judge, self._rejudge, self._screen = judge, rejudge, screen
+        self._recording, self._notes = recording_of(session), Notebook(session)
         self._is_replay = isinstance(session.backend, ReplayBackend)
         self._observations: list[Observation] = []
         self._first: dict[str, Observation] = {}
@@ -202,26 +218,26 @@ class _Run:
         """Judge a proposal, unless it was judged before, and write down what came of it."""
         source, step = proposal.source, self._next_step()
         if source is None:
-            self._note(MALFORMED_TOPIC, f"step {step}: {proposal.malformed}")
+            self._notes.note(MALFORMED_TOPIC, f"step {step}: {proposal.malformed}")
             return self._keep(self._without_verdict(step, proposal))
         if proposal.note:
-            self._note(STEP_TOPIC, f"step {step}: {proposal.note}")
+            self._notes.note(STEP_TOPIC, f"step {step}: {proposal.note}")
         if (earlier := self._first.get(source.digest)) is not None:
-            self._note(STEP_TOPIC, f"step {step}: the same kernel as step {earlier.step}, not judged again")
+            self._notes.note(STEP_TOPIC, f"step {step}: the same kernel as step {earlier.step}, not judged again")
             return self._keep(self._again(step, proposal, earlier))
-        verdict, told = self._verdict(step, source)
-        speedup = told.verdict.timing.speedup.estimate if told.verdict.scored and told.verdict.timing else None
+        verdict, message = self._verdict(step, source)
+        speedup = ranked_speedup(message.verdict)
         before = self.best_speedup
         is_best = speedup is not None and (before is None or speedup > before)
         best = speedup if is_best else before
         seen = Observation(
-            step=step, proposal=proposal, verdict=told.verdict, feedback=told.feedback, speedup=speedup,
+            step=step, proposal=proposal, verdict=message.verdict, feedback=message.feedback, speedup=speedup,
             is_best=is_best, best_speedup=best,
         )  # fmt: skip
         if is_best:
             self._best, self._best_verdict = seen, verdict
         self._first[source.digest] = seen
-        self._write(seen, told)
+        self._write(seen, message)
         return self._keep(seen)
 
     def reached_target(self) -> bool:
@@ -229,9 +245,9 @@ class _Run:
         timing = self._best_verdict.timing if self._best_verdict is not None else None
         return self.target_speedup is not None and timing is not None and timing.speedup.low >= self.target_speedup
 
-    def outcome(self, stopped: Stop, message: str) -> Outcome:
+    def outcome(self, stopped: EndReason, message: str) -> OptimizationResult:
         """What it came to."""
-        return Outcome(
+        return OptimizationResult(
             best=self._best.proposal.source if self._best is not None else None,
             best_verdict=self._best_verdict,
             observations=tuple(self._observations),
@@ -244,39 +260,45 @@ class _Run:
     def _next_step(self) -> int:
         return len(self._observations) + (0 if self.submitted_root is not None else 1)
 
-    def _verdict(self, step: int, source: KernelSource) -> tuple[Verdict, Told]:
-        """The verdict, and what the method is told of it: the recorded one where there is one."""
-        told = self._recording.told.get(source.digest)
-        if told is None:
-            verdict = self._judge(self.task.case, source)
+    def _verdict(self, step: int, source: KernelSource) -> tuple[Verdict, VerdictMessage]:
+        """The verdict, and what the method gets of it: the recorded one where there is one."""
+        message = self._recording.messages.get(source.digest)
+        if message is None:
+            verdict = self._fresh(source)
             short = msgspec.structs.replace(abridged(verdict), source_digest=source.digest)
-            return verdict, Told(verdict=short, feedback=feedback_text(short))
+            return verdict, VerdictMessage(verdict=short, feedback=feedback_text(short))
         if self._is_replay and self._rejudge:
             verdict = self._judge(self.task.case, source)
-            self._rejudged.append(Rejudged(step=step, recorded=told.verdict, verdict=verdict))
-        return told.verdict, told
+            self._rejudged.append(Rejudged(step=step, recorded=message.verdict, verdict=verdict))
+        return message.verdict, message
 
-    def _write(self, seen: Observation, told: Told) -> None:
+    def _fresh(self, source: KernelSource) -> Verdict:
+        """A new verdict: screened against the best so far where that is asked for, in full where it seems better."""
+        best = self.best_speedup
+        if self._screen is not None and best is not None:
+            screened = self._screen(self.task.case, source, best)
+            if (ranked_speedup(screened) or 0.0) <= best:
+                return screened
+        return self._judge(self.task.case, source)
+
+    def _write(self, seen: Observation, message: VerdictMessage) -> None:
         """Put a verdict into the trajectory, unless it stands there."""
-        digest = told.verdict.source_digest
-        known = not self._is_replay and digest in self._recording.told
+        digest = message.verdict.source_digest
+        known = not self._is_replay and digest in self._recording.messages
         if known and self.session.recall_verdict(digest) is not None:
             return
         # The whole one first: a Judged line never stands without it.
-        self.session.record(Noted(topic=VERDICT_TOPIC, text=told_text(told)))
+        self.session.record(Noted(topic=VERDICT_TOPIC, text=to_json(message).decode()))
         judged = Judged(
             source_digest=digest,
-            code=told.verdict.code,
-            verdict=f"judged at {told.verdict.judged_at or 'unknown'}",
+            code=message.verdict.code,
+            verdict=f"judged at {message.verdict.judged_at or 'unknown'}",
             call=seen.proposal.call,
-            speedup=seen.speedup,
+            speedup=seen.speedup if message.verdict.screened is None else None,
             best_speedup=seen.best_speedup,
+            screened=message.verdict.screened is not None,
         )
         self.session.record(judged)
-
-    def _note(self, topic: str, text: str) -> None:
-        if self._is_replay or not self._recording.noted(topic, text):
-            self.session.record(Noted(topic=topic, text=text))
 
     def _keep(self, seen: Observation) -> Observation:
         self._observations.append(seen)
@@ -294,3 +316,8 @@ class _Run:
             feedback=repeated_text(earlier.step, earlier.feedback), best_speedup=self.best_speedup,
             repeats=earlier.step,
         )  # fmt: skip
+
+
+def ranked_speedup(verdict: Verdict) -> float | None:
+    """The speedup by which a search compares kernels; None for one that was not right or not timed."""
+    return verdict.timing.speedup.estimate if verdict.ranked and verdict.timing is not None else None

@@ -1,4 +1,4 @@
-"""What is to be optimized, what a method proposes and what it is told about it: records without any behaviour."""
+"""What is to be optimized, what is proposed and what is said of it, how far a run is: records without behaviour."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """What a method is told about its proposal."""
+    """What a method is shown about its proposal."""
 
     step: int
     """From 1; 0 is the root."""
@@ -56,3 +56,30 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The best so far, this one included."""
     repeats: int | None = None
     """The earlier step with the very same source, whose verdict this is; it was not judged again."""
+
+
+class StepProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an optimization after one step."""
+
+    observation: Observation
+    max_steps: int
+    spent_usd: float
+    limit_usd: float
+
+    @property
+    def line(self) -> str:
+        """One line, such as "step 3/10, $0.42 of $10.00, best 0.87x; this one 0.61x (slower.than_required)"."""
+        seen = self.observation
+        best = "none yet" if seen.best_speedup is None else f"{seen.best_speedup:.2f}x"
+        return (
+            f"step {seen.step}/{self.max_steps}, ${self.spent_usd:.2f} of ${self.limit_usd:.2f}, best {best}; "
+            f"{_this(seen)}"
+        )
+
+
+def _this(seen: Observation) -> str:
+    if seen.verdict is None:
+        return "no kernel in the reply"
+    speed = "" if seen.speedup is None else f"{seen.speedup:.2f}x "
+    again = "" if seen.repeats is None else f", the same as step {seen.repeats}"
+    return f"this one {speed}({seen.verdict.code.value}{again})"

@@ -11,8 +11,8 @@ import pytest
 from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
 from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
 from pytest_klineage.records import KernelCase, KernelSource, Verdict
-from pytest_klineage.records.baseline import Comparison, Outcome, placed
-from pytest_klineage.report.compare import compare_base, confirmed, precision_for
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome, placed
+from pytest_klineage.report.compare import compare_base, confirmed, finding, precision_for
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
@@ -36,16 +36,13 @@ class AgainstBase:
             try:
                 made = self._judged(item, case, source, verdict, found, platforms)
             except (MissingDependency, UsageError) as error:
-                outcome, message = Outcome.BASE_FAILED, str(error)
+                outcome, message = ComparisonOutcome.BASE_FAILED, str(error)
             except KlineageError as error:
                 # A fault of ours is no finding about the kernel, and must not pass for one.
                 pytest.fail(f"klineage: the comparison with the base failed: {error}", pytrace=False)
             else:
-                return placed(made, *self._place(item, source))
-        return Comparison(
-            nodeid=item.nodeid, case=case.id, kernel=source.label, against="base", outcome=outcome, message=message,
-            margin=self._margin, new=verdict.timing.speedup if verdict.timing else None,
-        )  # fmt: skip
+                return placed(made, *self._location(item, source))
+        return finding(item.nodeid, verdict, "base", self._margin, outcome, message)
 
     def _judged(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, older: KernelSource,
@@ -68,19 +65,21 @@ class AgainstBase:
         again, second = judge()
         return confirmed(first, second, again)
 
-    def _older(self, item: pytest.Item, source: KernelSource, verdict: Verdict) -> KernelSource | tuple[Outcome, str]:
+    def _older(
+        self, item: pytest.Item, source: KernelSource, verdict: Verdict
+    ) -> KernelSource | tuple[ComparisonOutcome, str]:
         """The base's version of a kernel; or why there is nothing to judge it against."""
         if not verdict.scored:
-            return Outcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
+            return ComparisonOutcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
         try:
-            older = self._base.twin(source, item.path.parent)
+            older = self._base.base_kernel(source, item.path.parent)
         except UsageError as error:
-            return Outcome.NO_SOURCE, str(error)
+            return ComparisonOutcome.NO_SOURCE, str(error)
         if older is None:
-            return Outcome.NEW, "the base has no such kernel"
-        return (Outcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
+            return ComparisonOutcome.NEW, "the base has no such kernel"
+        return (ComparisonOutcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
 
-    def _place(self, item: pytest.Item, source: KernelSource) -> tuple[str, int | None]:
+    def _location(self, item: pytest.Item, source: KernelSource) -> tuple[str, int | None]:
         """The kernel's own file, or the test where it lies outside of pytest's root directory."""
         path = self._base.files.locate(source.files[0], item.path.parent)
         root = self._session.config.rootpath.resolve()

@@ -10,6 +10,7 @@ import pytest
 
 from pytest_klineage.errors import KlineageError, UsageError
 from pytest_klineage.gate.host.locks import machine_lock
+from pytest_klineage.plugin.comparison.plan import AGAIN_KEY, Plan
 from pytest_klineage.plugin.hooks import REPORT_ATTRIBUTE
 from pytest_klineage.records import KernelCase, KernelSource, Verdict, from_plain
 from pytest_klineage.records.baseline import Comparison, placed
@@ -17,15 +18,12 @@ from pytest_klineage.report.compare import compare_with, confirmed, missing
 from pytest_klineage.results.baselines import PinKey, can_be_pinned, check_name, find_baselines, numbered
 
 if TYPE_CHECKING:
-    from pytest_klineage.plugin.comparison.baselines import Plan
     from pytest_klineage.plugin.session import KlineageSession
 
 SEEN_KEY = pytest.StashKey[Counter[tuple[str, str]]]()
 """How often a case and label were judged in a test so far."""
 COMPARED_KEY = pytest.StashKey[dict[PinKey, Comparison]]()
 """What was compared while the test ran."""
-AGAIN_KEY = pytest.StashKey[dict[PinKey, Verdict]]()
-"""Second judgements of what is to be pinned."""
 
 
 class AgainstPins:
@@ -45,7 +43,7 @@ class AgainstPins:
 
     def judged(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,
-        rival: KernelSource | None, platforms: tuple[str, ...],
+        reference_kernel: KernelSource | None, platforms: tuple[str, ...],
     ) -> None:  # fmt: skip
         """Compare what was just judged, and judge it once more if it has changed, or is to be pinned."""
         seen = item.stash.setdefault(SEEN_KEY, Counter())
@@ -56,7 +54,9 @@ class AgainstPins:
         if changed or (self._plan.save and can_be_pinned(verdict)):
             title = f"{case.id} {source.label} once more".rstrip()
             try:
-                again = self._session.judge(case, source, reference_source=rival, platforms=platforms, title=title)
+                again = self._session.judge(
+                    case, source, reference_source=reference_kernel, platforms=platforms, title=title
+                )
             except KlineageError as error:
                 pytest.fail(f"klineage: the second judgement failed: {error}", pytrace=False)
             if made is not None and changed:

@@ -62,7 +62,7 @@ class BaseCheckout:
             raise UsageError(f"--klineage-base: {base} is the tree under test; name a checkout of the base")
         self.files = KernelFiles(head, without=self.base)
 
-    def twin(self, source: KernelSource, near: Path) -> KernelSource | None:
+    def base_kernel(self, source: KernelSource, near: Path) -> KernelSource | None:
         """The base's version of a kernel, with the head's entry and flags; None when the base has no such file.
 
         Raises UsageError when the kernel has no file in the head, or the base's cannot be read.

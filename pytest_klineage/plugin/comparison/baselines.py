@@ -7,15 +7,13 @@ written is by the process that owns the run store. Without the options nothing o
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.plugin.comparison.plan import AGAIN_KEY, Plan, read_plan
 from pytest_klineage.plugin.hooks import REPORT_ATTRIBUTE
-from pytest_klineage.plugin.options import COMPARING_NAMES, OPTIONS, option_value
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.comparison.comparing import Collector
@@ -29,44 +27,6 @@ AGAIN_ATTRIBUTE = "klineage_again"
 """Where it carries second judgements of what is to be pinned: pairs of a pin's key and a verdict, as plain data."""
 PAIRED_KEY = pytest.StashKey[list["Comparison"]]()
 """Comparisons of a test with the base, made while it runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What the options ask for."""
-
-    save: str
-    compare: str
-    base: Path | None
-    summary: Path | None
-    margin: float
-    """Relative change of speed that counts."""
-    failing: bool
-    """Whether a kernel that is slower by more fails its test; else it is only reported."""
-
-
-def read_plan(session: KlineageSession) -> Plan | None:
-    """What was asked for; None for nothing. Raises pytest.UsageError for what does not fit together."""
-    from pytest_klineage.report.compare import MARGIN, read_tolerance
-
-    config = session.config
-    given = {option.name: option_value(config, option) for option in OPTIONS if option.name in COMPARING_NAMES}
-    if not any(given.values()):
-        return None
-    failing = given["compare-fail"]
-    if failing and not (given["compare"] or given["base"]):
-        raise pytest.UsageError("--klineage-compare-fail needs --klineage-compare=NAME or --klineage-base=DIR")
-    timed = [name for name in ("save", "compare", "base") if given[name]]
-    if timed and session.settings.gate.get("stage") == "compile":
-        raise pytest.UsageError(f"--klineage-{timed[0]} is about times; --klineage-stage=compile takes none")
-    return Plan(
-        save=given["save"] or "",
-        compare=given["compare"] or "",
-        base=_path(config, "base", given["base"]),
-        summary=_path(config, "summary", given["summary"]),
-        margin=read_tolerance(failing) if failing else MARGIN,
-        failing=bool(failing),
-    )
 
 
 def register_baselines(session: KlineageSession) -> None:
@@ -123,7 +83,6 @@ class BaselineHooks:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Put the comparisons of this phase on its report, and fail a test whose kernel has become slower."""
-        from pytest_klineage.plugin.comparison.against_pins import AGAIN_KEY
         from pytest_klineage.records import to_plain
 
         report = yield
@@ -186,12 +145,3 @@ def failure(comparison: Comparison) -> str:
     if comparison.advice:
         lines.append(f"  next: {comparison.advice}")
     return "\n".join(lines)
-
-
-def _path(config: pytest.Config, name: str, text: str | None) -> Path | None:
-    """A path from the command line is relative to where pytest was started, one from the ini file to the ini file."""
-    if not text:
-        return None
-    from_ini = config.getoption(f"klineage_{name}") is None
-    base = config.inipath.parent if from_ini and config.inipath else config.invocation_params.dir
-    return (base / Path(text).expanduser()).absolute()

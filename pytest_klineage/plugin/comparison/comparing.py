@@ -11,9 +11,9 @@ import pytest
 
 from pytest_klineage.errors import BadRecord, KlineageError
 from pytest_klineage.plugin.terminal import shown
-from pytest_klineage.records import Status, Verdict, from_plain, to_plain
+from pytest_klineage.records import Status, Verdict, from_plain
 from pytest_klineage.records.baseline import Comparison
-from pytest_klineage.records.lineage import finite
+from pytest_klineage.records.codec import finite_json
 from pytest_klineage.report.comparisons import (
     Annotation,
     annotation_lines,
@@ -23,12 +23,13 @@ from pytest_klineage.report.comparisons import (
     comparisons_markdown,
 )
 from pytest_klineage.report.tables import markdown_report
+from pytest_klineage.report.text import counted
 from pytest_klineage.report.wording import in_one_line
 from pytest_klineage.results.baselines import PinKey, pins_of, save_pins
 from pytest_klineage.results.runs import Record, Run
 
 if TYPE_CHECKING:
-    from pytest_klineage.plugin.comparison.baselines import Plan
+    from pytest_klineage.plugin.comparison.plan import Plan
     from pytest_klineage.plugin.hooks import Hooks
     from pytest_klineage.plugin.session import KlineageSession
 
@@ -128,8 +129,7 @@ class Collector:
             return
         base = self._session.config.invocation_params.dir
         for path, baseline in saved:
-            count = len(baseline.pins)
-            self._pinned.append(f"pinned: {shown(path, base)} ({count} kernel{'' if count == 1 else 's'})")
+            self._pinned.append(f"pinned: {shown(path, base)} ({counted(len(baseline.pins), 'kernel')})")
 
     def _write(self, comparison: Comparison) -> None:
         """One line beside the run's records; samples of judgements against the base are kept nowhere else."""
@@ -138,7 +138,7 @@ class Collector:
             return
         try:
             with (folder / COMPARISONS_FILE).open("ab") as file:
-                file.write(msgspec.json.encode(finite(to_plain(comparison))) + b"\n")
+                file.write(finite_json(comparison) + b"\n")
         except OSError as error:
             problem = f"comparisons cannot be written to {folder}: {error.strerror or error}"
             if problem not in self.problems:

@@ -10,31 +10,33 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import DeviceOutOfMemory
-from pytest_klineage.records import Code, KernelTime, Slot
+from pytest_klineage.records import Code, Slot
 from pytest_klineage.records.messages import (
     Again,
     BlockReturned,
-    Done,
     EventsMade,
-    Failed,
     Finished,
+    KernelFailed,
     MakeEvents,
     Map,
     Mapped,
+    OutputsReady,
     ReturnedTensor,
     RunBlock,
 )
-from pytest_klineage.surfaces.base import Invoke, Loaded, SurfaceFailure
+from pytest_klineage.surfaces.base import Invoke, LoadedKernel, SurfaceFailure
 from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker.device import memory as device
+from pytest_klineage.worker.device.trace import Executed, summary
+from pytest_klineage.worker.failures import describe
 from pytest_klineage.worker.host.calls import CallLoop
 
 HEAD_START_CYCLES, HEAD_START_MOST = 250_000, 1_000_000
@@ -45,20 +47,9 @@ LAUNCH_NS = 100_000
 """Of a call's own queueing, what counts for the next head start: a kernel must not lengthen its own."""
 CYCLES_PER_NS = 2
 """Of the device's clock, at most; with half as much again for a host that is slower next time."""
-HEAD_START_KERNEL = "spin_kernel"
-"""How a profile names it."""
-MASK_KERNEL = "BitwiseXor"
-"""A part of the names of torch's kernels by which inputs are unmasked."""
-COPY_KERNEL = "copy_kernel_cuda"
-"""A part of the names of torch's kernels by which tensors in another order of memory are copied."""
-FILL = "Memset ("
-"""How a profile names fills: with a blank that no function's name can have before its bracket."""
 HEAD_START_CALLS = 40
 """Longer blocks get the head start of so many calls."""
 GRAPH_REPLAYS = 5
-MAX_KERNELS = 100
-MAX_NAME = 240
-"""Characters of a kernel's name that a record keeps."""
 
 
 _tensor: Any = torch._C.TensorBase
@@ -75,14 +66,6 @@ class Moments(NamedTuple):
     stop: Any
     everything: Any
     settled: Any
-
-
-class Executed(NamedTuple):
-    """What the device did during a profiled block."""
-
-    kernels: tuple[KernelTime, ...]
-    busy_ns: int
-    flush_ns: int
 
 
 class DeviceClock:
@@ -189,7 +172,7 @@ class DeviceClock:
 class DeviceMapping:
     """One mapped arena with a bound call per slot."""
 
-    def __init__(self, message: Map, fd: int, kernel: Loaded, stream: int) -> None:
+    def __init__(self, message: Map, fd: int, kernel: LoadedKernel, stream: int) -> None:
         self.memory = device.attach(fd, message.arena.num_bytes, stream=stream)
         self.slots = message.arena.slots
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
@@ -230,7 +213,7 @@ class DeviceMapping:
 class DeviceLoop(CallLoop):
     """Serves Map, MakeEvents and RunBlock requests of the oracle."""
 
-    def __init__(self, channel: Channel, kernel: Loaded, clock: DeviceClock) -> None:
+    def __init__(self, channel: Channel, kernel: LoadedKernel, clock: DeviceClock) -> None:
         super().__init__(channel, kernel)
         self.clock = clock
         self.last_block: tuple[RunBlock, list[Any]] | None = None
@@ -259,13 +242,11 @@ class DeviceLoop(CallLoop):
             else:
                 self.run_block(request)
         except SurfaceFailure as failure:
-            self.channel.send(Failed(nonce=request.nonce, code=failure.code, message=failure.message))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=failure.code, message=failure.message))
         except MemoryError:
-            self.channel.send(Failed(nonce=request.nonce, code=Code.OUT_OF_MEMORY, message="out of memory"))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=Code.OUT_OF_MEMORY, message="out of memory"))
         except BaseException as error:  # process boundary: whatever a candidate raises becomes an answer
-            from pytest_klineage.worker.runtime import describe
-
-            self.channel.send(Failed(nonce=request.nonce, code=code_of(error), message=describe(error)))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=code_of(error), message=describe(error)))
 
     def run_block(self, request: RunBlock) -> None:
         """All calls of a block, the answer with their times, then the outputs."""
@@ -290,13 +271,13 @@ class DeviceLoop(CallLoop):
         call = mapping.calls[slot]
         if not self.kernel.copied_under_the_clock:
             return call
-        memory, place, materialise = mapping.memory, mapping.slots[slot], self._materialise
+        memory, arena_slot, materialise = mapping.memory, mapping.slots[slot], self._materialise
 
         def call_and_copy() -> Any:
             result = call()
             if result is not None:
                 self.clock.use_stream()
-                self.returned.append((place, materialise(result, memory, place)))
+                self.returned.append((arena_slot, materialise(result, memory, arena_slot)))
             return result
 
         return call_and_copy
@@ -305,8 +286,8 @@ class DeviceLoop(CallLoop):
         """How many of the copies were from another order of memory, which takes a kernel of the framework's."""
         return sum(
             tensor.strides != item.spec.strides
-            for place, tensors in self.returned
-            for item, tensor in zip(place.separate, tensors, strict=True)
+            for arena_slot, tensors in self.returned
+            for item, tensor in zip(arena_slot.separate, tensors, strict=True)
         )
 
     def traced(self, request: RunBlock) -> tuple[list[tuple[int, int, str]], tuple[BlockReturned, list[Any]]]:
@@ -379,14 +360,14 @@ class DeviceLoop(CallLoop):
 
     def answer(self, nonce: int, request: RunBlock, results: list[Any], found: Executed | None = None) -> None:
         """Copy returned tensors into their slots, strictly, unless that was done; say that the outputs are there."""
-        tensors = [tensor for _place, copied in self.returned for tensor in copied]
+        tensors = [tensor for _arena_slot, copied in self.returned for tensor in copied]
         mapping = self.arenas[request.arena]
         for slot, result in zip(request.slots[-len(results) :], results, strict=True):
             if result is not None and not self.returned:
                 tensors += self._materialise(result, mapping.memory, mapping.slots[slot])
         self.clock.wait_for_all()
         found = found or Executed(kernels=(), busy_ns=0, flush_ns=0)
-        self.channel.send(Done(nonce=nonce, tensors=tuple(tensors), **found._asdict()))
+        self.channel.send(OutputsReady(nonce=nonce, tensors=tuple(tensors), **found._asdict()))
 
 
 def code_of(error: BaseException) -> Code:
@@ -402,46 +383,3 @@ def halves(tensor: Any) -> Any:
     if flat.element_size() == 1:
         flat = flat.view(torch.uint8)[: flat.numel() // 2 * 2]
     return flat.view(torch.int16)
-
-
-def summary(executed: list[tuple[int, int, str]], *, fills: int, masks: int, copies: int = 0) -> Executed:
-    """Kernels by name, and for how long the device was busy with them, without what is ours.
-
-    Ours are the flushes (so many of the longest fills, by a name that no function can have), the unmasking (so many of
-    the shortest of its name: never more time than was ours), and the head start (the first of its name). Copies from
-    other orders of memory are ours by name and the call's by time.
-    """
-    flushes = longest(executed, FILL, fills)
-    ours = list(flushes)
-    ours += sorted((item for item in executed if MASK_KERNEL in item[2]), key=lambda item: item[1])[:masks]
-    ours += sorted(item for item in executed if HEAD_START_KERNEL in item[2])[:1]
-    left = list((Counter(executed) - Counter(ours)).elements())
-    copied = sorted((item for item in left if COPY_KERNEL in item[2]), key=lambda item: item[1])[:copies]
-    busy_ns = covered_ns([(start, start + length) for start, length, _name in left])
-    kernels = by_name(list((Counter(left) - Counter(copied)).elements()))
-    return Executed(kernels, busy_ns, sum(length for _start, length, _name in flushes))
-
-
-def longest(executed: list[tuple[int, int, str]], word: str, count: int) -> list[tuple[int, int, str]]:
-    """The longest `count` of those that have a word in their name."""
-    return sorted((item for item in executed if word in item[2]), key=lambda item: -item[1])[:count]
-
-
-def by_name(executed: Iterable[tuple[int, int, str]]) -> tuple[KernelTime, ...]:
-    """Calls and time by name, longest first, bounded."""
-    total: dict[str, list[int]] = {}
-    for _start, length, name in executed:
-        entry = total.setdefault(name[:MAX_NAME], [0, 0])
-        entry[0] += 1
-        entry[1] += length
-    kernels = [KernelTime(name=name, calls=calls, total_ns=spent) for name, (calls, spent) in total.items()]
-    return tuple(sorted(kernels, key=lambda kernel: -kernel.total_ns)[:MAX_KERNELS])
-
-
-def covered_ns(spans: list[tuple[int, int]]) -> int:
-    """Length of the union of time spans."""
-    total, end = 0, 0
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total

@@ -77,10 +77,10 @@ def location() -> Any:
     """The first visible GPU, as the driver names a place for memory."""
     from cuda.bindings import driver
 
-    place = driver.CUmemLocation()
-    place.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    place.id = 0
-    return place
+    memory_location = driver.CUmemLocation()
+    memory_location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    memory_location.id = 0
+    return memory_location
 
 
 def allocate(num_bytes: int) -> tuple[DeviceMemory, int]:

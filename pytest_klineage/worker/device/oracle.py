@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -14,17 +13,16 @@ from pytest_klineage.records.messages import (
     CheckRequest,
     Profiled,
     ProfileRequest,
-    Sample,
     Timed,
+    TimedCall,
     TimeRequest,
 )
+from pytest_klineage.worker.comparison import View
 from pytest_klineage.worker.device.calls import DeviceClock
-from pytest_klineage.worker.device.rounds import Block, BlockOutcome, DevicePlayer, Flush
-from pytest_klineage.worker.problems import Disguised, Plain, ProblemSet
-from pytest_klineage.worker.rounds import View, WorkerProblem
-
-if TYPE_CHECKING:
-    from pytest_klineage.worker.oracle import Oracle
+from pytest_klineage.worker.device.rounds import BlockOutcome, CallBlock, DeviceWorkerHandle, Flush
+from pytest_klineage.worker.problems import Plain, Problem, ProblemSet, TransformedProblem
+from pytest_klineage.worker.rounds import WorkerProblem
+from pytest_klineage.worker.turns import Turns
 
 FLUSH_TRIES = 12
 SETTLE_CALLS = 40
@@ -70,10 +68,10 @@ def flush_time_ns(num_bytes: int) -> int:
 
 
 class Blocks:
-    """Blocks of calls for one oracle."""
+    """Blocks of calls for one oracle's workers."""
 
-    def __init__(self, oracle: Oracle) -> None:
-        self.oracle = oracle
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
         # The least of three: another gate may have been at work on the GPU during one of them.
         self.settle_ns = min(settle_time_ns() for _ in range(3))
         self.host_bound_ns = sorted(settle_time_ns(head_start=False) for _ in range(3))[1]
@@ -86,15 +84,14 @@ class Blocks:
             torch.cuda.empty_cache()
         return self._flushes[num_bytes]
 
-    def check(self, request: CheckRequest, arena: int) -> Checked:
+    def check(self, request: CheckRequest, problem: Problem, arena: int) -> Checked:
         """One planned check as a block of a single call."""
-        oracle = self.oracle
-        problem = oracle.problem_set().checks[request.index]
-        player = self._turn(request.role)
-        slot = oracle.schedule.random.randrange(player.arenas[arena].num_slots)
-        block = Block(views=[Plain(problem)], calls=1, arena=arena, first_slot=slot, alone=False)
-        outcome = player.run_block(block, request.deadline_s, request.defences | {"verify"})
-        shape = problem.case.shape if arena else {}
+        turns = self.turns
+        handle = self._turn(request.role)
+        slot = turns.schedule.random.randrange(handle.arenas[arena].num_slots)
+        block = CallBlock(views=[Plain(problem)], calls=1, arena=arena, first_slot=slot, alone=False)
+        outcome = handle.run_block(block, request.deadline_s, request.defences | {"verify"})
+        shape = problem.case.shape if problem.case.shape != turns.problem_set().case.shape else {}
         checks = tuple(msgspec.structs.replace(check, shape=shape) for check in outcome.checks)
         return Checked(checks=checks, reasons=outcome.reasons)
 
@@ -104,8 +101,8 @@ class Blocks:
         A process that is being ended leaves work on the device. Later nothing is run again: a kernel could be late on
         purpose wherever it does not like its inputs. What is late once is charged, and counts.
         """
-        players = [self.oracle.players[role] for role in dict.fromkeys(request.order)]
-        new = [player for player in players if isinstance(player, DevicePlayer) and player.is_new]
+        handles = [self.turns.handles[role] for role in dict.fromkeys(request.order)]
+        new = [handle for handle in handles if isinstance(handle, DeviceWorkerHandle) and handle.is_new]
         try:
             timed = self._timed(request)
         except WorkerProblem as problem:
@@ -115,13 +112,13 @@ class Blocks:
         else:
             if new and is_late(timed.reasons):
                 timed = self._timed(request)
-        for player in new:
-            player.is_new = False
+        for handle in new:
+            handle.is_new = False
         return timed
 
     def _timed(self, request: TimeRequest) -> Timed:
         """Blocks for all roles; the two sides of a pair get the same inputs, and nobody gets the same twice."""
-        samples: list[Sample] = []
+        samples: list[TimedCall] = []
         queued, per_sample = request.mode == "queued", 1
         for _ in range(1 if queued else request.reps):
             seen: set[str] = set()
@@ -134,7 +131,7 @@ class Blocks:
                     seen.clear()
                 seen.add(role)
                 calls = request.reps if queued else len(views)
-                outcome = self._run(role, request, Block(views=views, calls=calls, graph=request.mode == "graph"))
+                outcome = self._run(role, request, CallBlock(views=views, calls=calls, graph=request.mode == "graph"))
                 found = outcome.calls if queued else (outcome.whole,)
                 per_sample = 1 if queued else calls
                 samples += [msgspec.structs.replace(sample, novel=novel) for sample in found]
@@ -145,37 +142,40 @@ class Blocks:
     def profile(self, request: ProfileRequest) -> Profiled:
         """One more block, like a timed one, with the names of what the device executes."""
         views, _novel = self._views(request, request.role)
-        block = Block(views=views, calls=len(views), profile=True)
+        block = CallBlock(views=views, calls=len(views), profile=True)
         outcome = self._run(request.role, request, block)
         return Profiled(
             kernels=outcome.kernels, calls=block.calls, busy_ns=outcome.busy_ns, claimed_ns=outcome.claimed_ns,
             reasons=outcome.reasons,
         )  # fmt: skip
 
-    def _run(self, role: str, request: TimeRequest | ProfileRequest, block: Block) -> BlockOutcome:
+    def _run(self, role: str, request: TimeRequest | ProfileRequest, block: CallBlock) -> BlockOutcome:
         outcome = self._turn(role).run_block(block, request.deadline_s, request.defences)
         if outcome.reasons and role == "reference":
             raise WorkerProblem(*outcome.reasons)
         return outcome
 
-    def _turn(self, role: str) -> DevicePlayer:
-        self.oracle.turn = role
-        self.oracle.give_turn(role)
-        player = self.oracle.players[role]
-        if not isinstance(player, DevicePlayer):
+    def _turn(self, role: str) -> DeviceWorkerHandle:
+        self.turns.current = role
+        self.turns.give_turn(role)
+        handle = self.turns.handles[role]
+        if not isinstance(handle, DeviceWorkerHandle):
             raise TypeError(f"the {role} does not run on a GPU")
-        return player
+        return handle
 
     def _views(self, request: TimeRequest | ProfileRequest, role: str) -> tuple[list[View], bool]:
-        """Inputs for every slot: disguises of known problems, or, in some blocks, of one that nobody has met."""
-        oracle = self.oracle
-        problems: ProblemSet = oracle.problem_set()
+        """Inputs for every slot: symmetry transforms of known problems, or, in some blocks, of one that nobody has
+        met."""
+        turns = self.turns
+        problems: ProblemSet = turns.problem_set()
         count = self._turn(role).arenas[0].num_slots
         if "fresh_inputs" not in request.defences:
             return [Plain(problems.timed[0])] * count, False
         if not problems.has_symmetry:
             return [Plain(problems.novel()) for _ in range(count)], True
-        if oracle.schedule.novel_is_due():
+        if turns.schedule.novel_is_due():
             problem = problems.novel()
-            return [Disguised(problem, f"{oracle.schedule.random.getrandbits(128):x}") for _ in range(count)], True
-        return [oracle.schedule.next(problems, fresh=True)[0] for _ in range(count)], False
+            return [
+                TransformedProblem(problem, f"{turns.schedule.random.getrandbits(128):x}") for _ in range(count)
+            ], True
+        return [turns.schedule.next(problems, fresh=True)[0] for _ in range(count)], False

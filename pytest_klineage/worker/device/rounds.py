@@ -13,14 +13,15 @@ import torch
 from pytest_klineage.records import Check, Code, KernelTime, Reason
 from pytest_klineage.records.messages import (
     BlockReturned,
-    Done,
     EventsMade,
     Finished,
     MakeEvents,
+    OutputsReady,
     ReturnedTensor,
     RunBlock,
-    Sample,
+    TimedCall,
 )
+from pytest_klineage.worker.comparison import compare, prepare
 from pytest_klineage.worker.device.arena import DeviceArena
 from pytest_klineage.worker.device.calls import (
     CYCLES_PER_NS,
@@ -29,13 +30,11 @@ from pytest_klineage.worker.device.calls import (
     HEAD_START_CYCLES,
     halves,
 )
+from pytest_klineage.worker.host.arena import flat_bits
 from pytest_klineage.worker.rounds import (
     EARLY_SAMPLES,
-    Player,
+    WorkerHandle,
     WorkerProblem,
-    compare,
-    flat_bits,
-    prepare,
 )
 
 PROFILE_SLACK_S = 30.0
@@ -56,7 +55,7 @@ EarlySamples: TypeAlias = dict[str, tuple[torch.Tensor, torch.Tensor]]
 """By output, which elements were looked at, and what they were."""
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
+class CallBlock(msgspec.Struct, frozen=True, kw_only=True):
     """What to run: the contents of the slots, one each, and how often and how."""
 
     views: list[Any]
@@ -79,8 +78,8 @@ class Block(msgspec.Struct, frozen=True, kw_only=True):
 class BlockOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one block gave: a sample for every call, and one for all of them."""
 
-    whole: Sample
-    calls: tuple[Sample, ...]
+    whole: TimedCall
+    calls: tuple[TimedCall, ...]
     checks: tuple[Check, ...] = ()
     reasons: tuple[Reason, ...] = ()
     kernels: tuple[KernelTime, ...] = ()
@@ -95,7 +94,9 @@ class Flush(msgspec.Struct, frozen=True, kw_only=True):
     ns: int = 0
 
 
-def unflushed(block: Block, returned: BlockReturned, done: Done, flush: Flush, num_slots: int) -> Reason | None:
+def unflushed(
+    block: CallBlock, returned: BlockReturned, done: OutputsReady, flush: Flush, num_slots: int
+) -> Reason | None:
     """A reason when a block, or its trace, has no room for the flushes that belong to it.
 
     What a block spans, less its head start, its calls and their settling, is flushes and what lies between: never less
@@ -109,8 +110,8 @@ def unflushed(block: Block, returned: BlockReturned, done: Done, flush: Flush, n
     head_ns = least_head_start_ns(block.calls) if block.calls <= num_slots else 0
     evidence = {"between_ns": between_ns, "least_ns": least_ns, "head_ns": returned.head_ns, "least_head_ns": head_ns}
     if between_ns < least_ns or returned.head_ns < head_ns:
-        told = f"{between_ns / 1e3:.0f} us for flushes, which take {least_ns / 1e3:.0f} us or more"
-        message = f"{block.calls} calls and a head start of {returned.head_ns / 1e3:.0f} us left {told}"
+        detail = f"{between_ns / 1e3:.0f} us for flushes, which take {least_ns / 1e3:.0f} us or more"
+        message = f"{block.calls} calls and a head start of {returned.head_ns / 1e3:.0f} us left {detail}"
     elif block.profile and done.flush_ns < least_ns:
         message = (
             f"the device wrote {done.flush_ns / 1e3:.0f} us of flushes while traced, which take {least_ns / 1e3:.0f}"
@@ -147,7 +148,7 @@ class EarlyLook:
         }
 
 
-class DevicePlayer(Player):
+class DeviceWorkerHandle(WorkerHandle):
     """A worker on a GPU and the arenas it shares with the oracle."""
 
     arenas: Sequence[DeviceArena]
@@ -164,7 +165,7 @@ class DevicePlayer(Player):
         """Whether nothing of it was timed yet: what it replaces may still be ending on the device."""
         self._blocks = self._late_blocks = self._events = 0
 
-    def run_block(self, block: Block, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
+    def run_block(self, block: CallBlock, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
         """Run a block on prepared memory and compare every slot."""
         arena: DeviceArena = self.arenas[block.arena]
         kind = secrets.randbelow(2)
@@ -184,8 +185,6 @@ class DevicePlayer(Player):
         reasons = self._late_once_too_often(returned) if block.alone and "two_clocks" in defences else []
         if "two_clocks" in defences and (reason := unflushed(block, returned, done, self.flush, arena.num_slots)):
             reasons.append(reason)
-        # Kept over the checks of the slots, each of which begins anew.
-        earlier = self.previous
         for index, view in enumerate(block.views):
             slot = block.first_slot + index
             reasons += self._integrity(arena, slot, view, (), defences)
@@ -195,7 +194,6 @@ class DevicePlayer(Player):
                     more = [*self._late_work(block.arena, slot, bool(done.tensors), deadline_s), *more]
                 checks += found
                 reasons += more
-        self.previous = earlier
         reasons += self._block_aliases(arena, done.tensors, defences)
         return BlockOutcome(
             whole=whole, calls=calls, checks=tuple(checks), reasons=tuple(reasons), kernels=done.kernels,
@@ -203,8 +201,8 @@ class DevicePlayer(Player):
         )  # fmt: skip
 
     def _exchange(
-        self, arena: DeviceArena, block: Block, mask: int, deadline_s: float
-    ) -> tuple[BlockReturned, Done, int, dict[int, EarlySamples]]:
+        self, arena: DeviceArena, block: CallBlock, mask: int, deadline_s: float
+    ) -> tuple[BlockReturned, OutputsReady, int, dict[int, EarlySamples]]:
         """Send the request, take the trusted clock, look at the outputs at once, then wait for the rest."""
         nonce = secrets.randbits(48)
         look = EarlyLook(arena, block.slots)
@@ -225,7 +223,7 @@ class DevicePlayer(Player):
         torch.cuda.synchronize()
         self.freeze(False)
         returned: BlockReturned = self._receive_until(ends, BlockReturned, nonce)
-        done: Done = self._receive_until(ends, Done, nonce)
+        done: OutputsReady = self._receive_until(ends, OutputsReady, nonce)
         lengths = (GRAPH_REPLAYS, 0) if block.graph else (block.calls, block.calls)
         if (len(returned.elapsed_ns), len(returned.settled_ns)) != lengths:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message="an answer with the times of other calls"))
@@ -254,7 +252,9 @@ class DevicePlayer(Player):
             self._receive(EventsMade, deadline_s, Code.TIMEOUT_RUN, nonce)
             self._events = calls
 
-    def _samples(self, block: Block, returned: BlockReturned, wall_ns: int) -> tuple[Sample, tuple[Sample, ...]]:
+    def _samples(
+        self, block: CallBlock, returned: BlockReturned, wall_ns: int
+    ) -> tuple[TimedCall, tuple[TimedCall, ...]]:
         """What the device did after a call's own stream had finished is added to the call; the host's share is apart.
 
         The host's share is what the trusted clock saw beyond the block's span, spread over the calls.
@@ -272,8 +272,8 @@ class DevicePlayer(Player):
         if mean > UNEVEN * middle:
             # One call that does the work of all others would leave the median short.
             middle = mean
-        whole = Sample(role=self.role, elapsed_ns=middle, wall_ns=middle + gap_ns)
-        return whole, tuple(Sample(role=self.role, elapsed_ns=own, wall_ns=own + gap_ns) for own in times)
+        whole = TimedCall(role=self.role, elapsed_ns=middle, wall_ns=middle + gap_ns)
+        return whole, tuple(TimedCall(role=self.role, elapsed_ns=own, wall_ns=own + gap_ns) for own in times)
 
     def _late_once_too_often(self, returned: BlockReturned) -> list[Reason]:
         """The reason of a late block, unless it is one of few: its calls were charged, and its outputs are compared."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, TensorSpec
 from pytest_klineage.surfaces.base import Memory
 from pytest_klineage.surfaces.python import tensor_view
+from pytest_klineage.worker.host.digest import output_digest
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,17 @@ LOWEST = {"fp16": -60000.0, "fp8_e4m3": -448.0, "fp8_e5m2": -57344.0}
 """A huge negative number; of other types it is -3e38."""
 SKEW_BYTES = 1344
 """Added between slots: the second slot's tensors start at another offset within a page."""
+
+
+REMEMBERED_CALLS, REMEMBERED_BYTES, MOST_REMEMBERED = 2, 4 << 20, 64
+"""Of how many calls a worker keeps the results alive: as many as fit into so many bytes, two at least. When one more
+comes, one of them is forgotten, drawn at random."""
+
+
+def remembered_calls(arena: Arena) -> int:
+    """How many earlier results are kept."""
+    num_bytes = sum(item.num_bytes for item in arena.slots[0].separate)
+    return max(REMEMBERED_CALLS, min(MOST_REMEMBERED, REMEMBERED_BYTES // max(1, num_bytes)))
 
 
 def plan(signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignment: int = ALIGNMENT) -> Arena:
@@ -77,6 +89,9 @@ class OracleArena(Protocol):
 
     def outputs(self, slot: int) -> dict[str, torch.Tensor]:
         """Output tensors of a slot by name."""
+
+    def output_digest(self, slot: int, nonce: int) -> str:
+        """What an answer to a call must have said about the outputs that lie here now; see `digest`."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -137,6 +152,10 @@ class SharedArena:
         """Output tensors of a slot by name."""
         return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
 
+    def output_digest(self, slot: int, nonce: int) -> str:
+        """What an answer to a call must have said about the outputs that lie here now."""
+        return output_digest(memoryview(self.buffer), self.arena.slots[slot], nonce)
+
     def close(self) -> None:
         """Give the descriptor back; the mapping goes with the last tensor over it."""
         os.close(self.fd)
@@ -168,3 +187,25 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def storage_extent(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to past its last; arena tensors are dense, so this is their number."""
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory in order, as integers: few operations know 8-bit floats."""
+    return as_integers(tensor.as_strided((storage_extent(tensor),), (1,)))
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bitwise equality, NaN included."""
+    import torch
+
+    if left.element_size() == 1:
+        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
+    if torch.equal(left, right):
+        return True
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
+    return bool(torch.equal(left.contiguous().view(integer), right.contiguous().view(integer)))

@@ -14,40 +14,50 @@ from pytest_klineage.channel import Channel, ChannelClosed
 from pytest_klineage.records import Code, Slot
 from pytest_klineage.records.messages import (
     Again,
-    Done,
-    Failed,
+    KernelFailed,
     Map,
     Mapped,
+    OutputsReady,
     Returned,
     ReturnedTensor,
-    Stop,
+    StopWorker,
     ToWorker,
 )
-from pytest_klineage.surfaces.base import Invoke, Loaded, MappedMemory, Memory, SurfaceFailure
+from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, Memory, SurfaceFailure
+from pytest_klineage.worker.failures import describe
+from pytest_klineage.worker.host.digest import output_digest
 
-REMEMBERED_CALLS = 2
-"""How many earlier results are kept alive, so that a kernel that reuses its output buffer is seen."""
+REFUSED_SHOWN = 8
+"""Refused operators that an answer names."""
+
+
+REFUSAL = "pytest_klineage.worker.sandbox.refusal"
 
 
 class Mapping:
     """One mapped arena with a bound call per slot."""
 
-    def __init__(self, message: Map, fd: int, kernel: Loaded) -> None:
+    def __init__(self, message: Map, fd: int, kernel: LoadedKernel) -> None:
         self.memory = Memory(mmap.mmap(fd, message.arena.num_bytes))
         os.close(fd)
         self.slots = message.arena.slots
+        self._view = memoryview(self.memory.buffer)
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
+
+    def output_digest(self, slot: Slot, nonce: int) -> str:
+        """What an answer says about the outputs as they are now."""
+        return output_digest(self._view, slot, nonce)
 
 
 class CallLoop:
     """Serves Map and Run requests of the oracle."""
 
-    def __init__(self, channel: Channel, kernel: Loaded, after_first: Callable[[], None] | None = None) -> None:
+    def __init__(self, channel: Channel, kernel: LoadedKernel, after_first: Callable[[], None] | None = None) -> None:
         self.channel, self.kernel, self._after_first = channel, kernel, after_first
         self.arenas: list[Any] = []
         """Mappings; a GPU's loop has its own kind."""
-        self.results: deque[Any] = deque(maxlen=REMEMBERED_CALLS)
-        self.last: Any = None
+        self.results: deque[Any] = deque()
+        """What earlier calls returned, the oldest first, kept alive so that a buffer that is used again is seen."""
         self._materialise = materialise_if_needed()
 
     def serve(self) -> None:
@@ -57,7 +67,7 @@ class CallLoop:
                 request: ToWorker = self.channel.receive(ToWorker, timeout_s=None)
             except ChannelClosed:
                 return
-            if isinstance(request, Stop):
+            if isinstance(request, StopWorker):
                 return
             if isinstance(request, Map):
                 self.map(request)
@@ -73,9 +83,9 @@ class CallLoop:
         self.channel.send(Mapped(address=mapping.memory.address))
 
     def again(self, request: Again) -> None:
-        """Copy what the last call returned once more."""
+        """Copy what an earlier call returned once more."""
         mapping = self.arenas[request.arena]
-        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], self.last)
+        self.finish(request.nonce, mapping.memory, mapping.slots[request.slot], self.results[-1 - request.back])
 
     def run(self, request: Any, clock: Any = perf_counter_ns) -> None:
         """Call the kernel once. The clock is bound before any candidate could replace it."""
@@ -83,6 +93,8 @@ class CallLoop:
         invoke, memory, slot = mapping.calls[request.slot], mapping.memory, mapping.slots[request.slot]
         at_once, materialise = self.kernel.copied_under_the_clock, self._materialise
         tensors: tuple[ReturnedTensor, ...] = ()
+        for place in request.forget:
+            del self.results[place]
         try:
             # A reference may convert its inputs, untimed; a candidate's call has nothing of the kind.
             if before := getattr(invoke, "before", None):
@@ -93,35 +105,48 @@ class CallLoop:
                 tensors = materialise(result, memory, slot)
             stop = clock()
         except SurfaceFailure as failure:
-            self.channel.send(Failed(nonce=request.nonce, code=failure.code, message=failure.message))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=failure.code, message=failure.message))
             return
         except MemoryError:
-            self.channel.send(Failed(nonce=request.nonce, code=Code.OUT_OF_MEMORY, message="out of memory"))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=Code.OUT_OF_MEMORY, message="out of memory"))
             return
         except BaseException as error:  # process boundary: whatever a candidate raises becomes an answer
-            from pytest_klineage.worker.runtime import describe
-
-            self.channel.send(Failed(nonce=request.nonce, code=Code.EXCEPTION, message=describe(error)))
+            self.channel.send(KernelFailed(nonce=request.nonce, code=Code.EXCEPTION, message=describe(error)))
             return
-        self.channel.send(Returned(nonce=request.nonce, elapsed_ns=stop - start))
-        self.last = result
+        digest = mapping.output_digest(slot, request.nonce)
+        done = at_once or result is None
+        self.channel.send(
+            Returned(
+                nonce=request.nonce, elapsed_ns=stop - start, tensors=tensors if done else None,
+                refused=self.refused(), digest=digest,
+            )
+        )  # fmt: skip
         self.results.append(result)
-        self.finish(request.nonce, memory, slot, result, tensors)
+        if not done:
+            self.finish(request.nonce, memory, slot, result)
         if self._after_first is not None:
             self._after_first()
             self._after_first = None
 
-    def finish(
-        self, nonce: int, memory: MappedMemory, slot: Slot, result: Any, tensors: tuple[ReturnedTensor, ...] = ()
-    ) -> None:
-        """Copy returned tensors into the arena, strictly, unless that has been done, and report where they lay."""
-        if result is not None and not tensors:
+    def finish(self, nonce: int, memory: MappedMemory, slot: Slot, result: Any) -> None:
+        """Copy returned tensors into the arena, strictly, and report where they lay."""
+        tensors: tuple[ReturnedTensor, ...] = ()
+        if result is not None:
             try:
                 tensors = self._materialise(result, memory, slot)
             except SurfaceFailure as failure:
-                self.channel.send(Failed(nonce=nonce, code=failure.code, message=failure.message))
+                self.channel.send(KernelFailed(nonce=nonce, code=failure.code, message=failure.message))
                 return
-        self.channel.send(Done(nonce=nonce, tensors=tensors))
+            except BaseException as error:  # process boundary: a candidate may have replaced what copies
+                self.channel.send(KernelFailed(nonce=nonce, code=Code.EXCEPTION, message=describe(error)))
+                return
+        self.channel.send(OutputsReady(nonce=nonce, tensors=tensors))
+
+    @staticmethod
+    def refused() -> tuple[str, ...]:
+        """Some of the operators that the framework has refused in this process."""
+        module = sys.modules.get(REFUSAL)
+        return tuple(sorted(module.REFUSED)[:REFUSED_SHOWN]) if module is not None and module.REFUSED else ()
 
 
 def materialise_if_needed() -> Any:

@@ -53,7 +53,7 @@ def materialise(result: Any, memory: MappedMemory, slot: Slot) -> tuple[Returned
         check(tensor, view, placement.spec.name)
         tensor = DETACH(tensor)
         strides = tuple(STRIDE(tensor))
-        if strides == tuple(STRIDE(view)) and not IS_NEG(tensor) and not memory.stream:
+        if same_order(strides, view) and not IS_NEG(tensor) and not memory.stream:
             # The framework would start its threads for this; waiting for them is no part of the kernel.
             ctypes.memmove(DATA_PTR(view), DATA_PTR(tensor), placement.num_bytes)
         else:
@@ -109,6 +109,13 @@ def check(tensor: Any, view: torch.Tensor, name: str) -> None:
     overlapping = any(step == 0 and size > 1 for step, size in zip(STRIDE(tensor), shape, strict=True))
     if overlapping:
         raise SurfaceFailure(Code.OUTPUT_STRIDES, f"output {name} repeats one piece of memory (stride 0)")
+
+
+def same_order(strides: tuple[int, ...], view: torch.Tensor) -> bool:
+    """Whether a tensor's elements follow one another as the output's do; the stride of a single one says nothing."""
+    return all(
+        own == other or size == 1 for own, other, size in zip(strides, STRIDE(view), SHAPE.__get__(view), strict=True)
+    )
 
 
 def extent_bytes(tensor: torch.Tensor, strides: tuple[int, ...]) -> int:

@@ -107,7 +107,7 @@ def gpu_namespaces() -> tuple[str, ...]:
 
 
 def limit_resources(*, address_space: bool = True) -> list[str]:
-    """Bound what the process can write, open and allocate and, with `address_space`, what it can map at all."""
+    """Bound what the process can write, open and allocate and, with `address_space`, what it can map ."""
     total, private = _mapped_bytes()
     limits = [
         (resource.RLIMIT_CORE, 0),

@@ -1,18 +1,19 @@
 """Making the framework's computing operations raise, process-wide, so that a wrapper around the framework shows.
 
-Every operator gets CPU and CUDA implementations that raise, except allocation, views, copies and type glue. The
-override sits in the dispatcher, so it also holds in other threads and for calls from C++. Whoever calls a function of
-the framework's library directly meets a trap (traps.py).
+Every operator gets CPU and CUDA implementations that raise, except allocation, views, copies and type glue; where a
+definition only moves bytes, copies raise too. The override sits in the dispatcher, so it also holds in other threads
+and for calls from C++. Whoever calls a function of the framework's library directly meets a trap (traps.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import warnings
 from typing import Any
 
-from pytest_klineage.worker.traps import Operators, places, set_traps
+from pytest_klineage.worker.traps import Operators, entry_addresses, set_traps
 
 GLUE = frozenset(
     [
@@ -103,12 +104,13 @@ GLUE = frozenset(
         "copy",
         # Says which of several implementations will be called.
         "_fused_sdp_choice",
-        # By which inputs are unmasked on a GPU.
-        "bitwise_xor",
-        "bitwise_xor_",
     ]
 )
 """Operators that move or make tensors and compute nothing."""
+UNMASKING = frozenset({"bitwise_xor", "bitwise_xor_"})
+"""By these the gate unmasks inputs in a candidate's process on a GPU; CPU tensors are refused them."""
+COPIES = frozenset({"copy_", "_to_copy", "clone", "copy"})
+"""By these every copy and every cast is made in the end, also contiguous() and to()."""
 KEYS = (
     "CPU", "MkldnnCPU", "SparseCPU", "SparseCsrCPU", "QuantizedCPU", "NestedTensorCPU",
     "CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA",
@@ -123,38 +125,84 @@ DIRECT = frozenset([
 """Operators that are declared as composed of others and yet compute themselves."""
 
 
+IN_FORCE: list[bool] = []
+"""Not empty once this process refuses."""
+COPIED: list[bool] = []
+"""Not empty once it refuses copies as well."""
+COPIES_REFUSED = 'the definition only moves bytes, so a kernel of its own (library="forbid") moves them itself'
+REFUSED: set[str] = set()
+"""Operators that were called in this process and refused, also where a candidate caught what they raised."""
+
+
 class FrameworkRefused(RuntimeError):
     """A computing operation of the framework was called where only the candidate's own kernel may compute."""
 
 
-def refuse_compute() -> None:
-    """Replace the CPU and CUDA implementations of every computing operator in this process. There is no way back."""
+def refuse_compute(*, unmasking: bool = False) -> None:
+    """Replace the CPU and CUDA implementations of every computing operator in this process. There is no way back.
+
+    `unmasking` leaves what unmasks inputs on a GPU. A second call does nothing: a template's workers inherit this.
+    """
     import torch
 
-    names, libraries = trapped_names(), dict[str, Any]()
+    if IN_FORCE:
+        return
+    IN_FORCE.append(True)
+    names, libraries = trapped_names(unmasking), dict[str, Any]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in sorted(set(torch._C._dispatch_get_all_op_names())):
             namespace, _, rest = name.partition("::")
-            plain = rest.partition(".")[0]
-            if plain in GLUE:
-                continue
-            for key in KEYS:
-                if not (has_kernel(name, key) or (key == "CPU" and plain in DIRECT)):
-                    continue
+            for key in refused_keys(name, unmasking):
                 if namespace not in libraries:
-                    make: Any = torch.library.Library  # torch has no types here
-                    libraries[namespace] = make(namespace, "IMPL")
+                    libraries[namespace] = immortal_library(namespace)
                 # One that somebody else has replaced from Python already calls operators that are refused.
                 with contextlib.suppress(RuntimeError):
-                    libraries[namespace].impl(rest, refuser(name), key)
+                    libraries[namespace].impl(rest, key, refuser(name), False)
     set_traps(names)
-    # The registrations end with the library objects; they must live as long as the process.
-    setattr(torch, "_klineage_refusal", libraries)  # noqa: B010  # mypy knows no such attribute
+
+
+def refuse_copies() -> None:
+    """Have copies and casts raise as well, for a definition that does nothing else. There is no way back."""
+    import torch
+
+    if COPIED:
+        return
+    COPIED.append(True)
+    library = immortal_library("aten")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sorted(set(torch._C._dispatch_get_all_op_names())):
+            if name.startswith("aten::") and plain_name(name) in COPIES:
+                with contextlib.suppress(RuntimeError):
+                    library.impl(name.partition("::")[2], "CPU", refuser(name, COPIES_REFUSED), False)
+    set_traps(trapped_names(), moving=True)
+
+
+def immortal_library(namespace: str) -> Any:
+    """Registrations that nothing ends and Python cannot reach once the caller drops them.
+
+    They end with their object. torch.library.Library would keep it where weakref and its own methods find it; this one
+    is a bare C++ object, which the garbage collector does not list, with one reference too many.
+    """
+    import torch
+
+    library: Any = torch._C._dispatch_library("IMPL", namespace, "", __file__, 0)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(library))
+    return library
+
+
+def refused_keys(name: str, unmasking: bool) -> list[str]:
+    """Under which keys an operator is to raise: none for glue."""
+    plain = plain_name(name)
+    if plain in GLUE:
+        return []
+    keys = [key for key in KEYS if has_kernel(name, key) or (key == "CPU" and plain in DIRECT)]
+    return [key for key in keys if not (unmasking and plain in UNMASKING and key == "CUDA")]
 
 
 @functools.cache
-def trapped_names() -> Operators:
+def trapped_names(unmasking: bool = False) -> Operators:
     """The operators as they are before any is replaced. One that is made of others calls those, which say why not."""
     import torch
 
@@ -165,6 +213,8 @@ def trapped_names() -> Operators:
 
     made = having("CompositeImplicitAutograd") - having("CPU") - DIRECT
     harmless = frozenset(name.rstrip("_") for name in GLUE) | GLUE | made
+    # Its machine code is the same for both devices.
+    harmless |= UNMASKING if unmasking else frozenset()
     # Of any operator there is an overload with a destination that only copies.
     names = {name for name in names if not name.endswith("out")}
     composed = having("CompositeImplicitAutograd", "CompositeExplicitAutograd")
@@ -176,9 +226,10 @@ def plain_name(name: str) -> str:
     return name.partition("::")[2].partition(".")[0]
 
 
-def prepare() -> None:
+def prepare(*, unmasking: bool) -> None:
     """Find what will be trapped before workers are forked, each of which would look for itself."""
-    places(trapped_names())
+    if not IN_FORCE:
+        entry_addresses(trapped_names(unmasking))
 
 
 def has_kernel(name: str, key: str) -> bool:
@@ -188,10 +239,11 @@ def has_kernel(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
 
 
-def refuser(name: str) -> Any:
+def refuser(name: str, why: str = 'this case asks for a kernel of its own (library="forbid")') -> Any:
     """A function that refuses one operator by name."""
 
     def refuse(*_arguments: object, **_named: object) -> None:
-        raise FrameworkRefused(f'{name} was called; this case asks for a kernel of its own (library="forbid")')
+        REFUSED.add(name)
+        raise FrameworkRefused(f"{name} was called; {why}")
 
     return refuse

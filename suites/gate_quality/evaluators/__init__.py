@@ -1,1 +1,1 @@
-"""How other evaluators judge a GEMM: themselves, or their algorithms written anew. The suite is beside it."""
+"""How other evaluators judge a GEMM: themselves, or their algorithms written again. The suite is beside it."""

@@ -1,4 +1,4 @@
-"""The clocks of flashinfer-bench: what CUPTI says the device did, else CUDA events. Written anew from its description.
+"""The clocks of flashinfer-bench: what CUPTI says the device did, else CUDA events. Written again from its description.
 
 With CUPTI each call starts from an idle device whose L2 has been flushed. Its time is from the first start to the last
 end of the work that it launched, known by the correlation of launches whose host time lies in the call.

@@ -1,4 +1,4 @@
-"""A verdict as flashinfer-bench comes to it (commit 40e6ca7), written anew. One process judges many kernels.
+"""A verdict as flashinfer-bench comes to it (commit 40e6ca7), written again. One process judges many kernels.
 
 This source is later than the release that pip installs, which times otherwise: flashinfer_bench_tool.py drives that.
 

@@ -25,7 +25,7 @@ import msgspec
 from evaluators.problem import Judged, Request, use_library
 from evaluators.process import serve
 from pytest_klineage.formats.trace_export import definition_of, workload_of
-from pytest_klineage.formats.trace_records import BuildSpec, Definition, Solution, SolutionFile, Trace
+from pytest_klineage.formats.trace_records import BuildSpec, Solution, SolutionFile, Trace, TraceDefinition
 
 DISTRIBUTION = "flashinfer-bench"
 CLOCKS = {"0.1.2": "CUDA events"}
@@ -52,7 +52,7 @@ class Tool:
         use_library(request)
         self._device = device
         self._fib: Any = importlib.import_module("flashinfer_bench")
-        self._definition = self._read("Definition", definition_for(request))
+        self._definition = self._read("TraceDefinition", definition_for(request))
         self._solution = self._read("Solution", solution_for(request, device))
         workload = workload_of(request.case)
         self._workload = self._read("Trace", Trace(definition=self._definition.name, workload=workload))
@@ -122,7 +122,7 @@ class ToolFailure(RuntimeError):
     """The tool has said nothing about the solution."""
 
 
-def definition_for(request: Request) -> Definition:
+def definition_for(request: Request) -> TraceDefinition:
     """The request's case in the tool's format, with the call of the gate's reference `cublas` as its reference."""
     return msgspec.structs.replace(definition_of(request.case), reference=REFERENCE)
 

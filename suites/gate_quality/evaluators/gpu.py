@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from evaluators.process import Process
 from pytest_klineage.gate import GateSettings
-from pytest_klineage.gate.host.hosts import place_for
+from pytest_klineage.gate.host.hosts import host_for
 from pytest_klineage.gate.host.locks import machine_lock
 
 
@@ -17,7 +17,7 @@ def alone(platform: str) -> Iterator[None]:
 
     Raises NoGpu when there is no GPU for the platform.
     """
-    with machine_lock(place_for(platform, "all").lock, alone=True):
+    with machine_lock(host_for(platform, "all").lock, alone=True):
         yield
 
 
@@ -27,7 +27,7 @@ def process_on(platform: str, module: str, settings: GateSettings) -> Process:
     Raises NoGpu when there is no GPU for the platform.
     """
     environment = {
-        **place_for(platform, "all").environment,
+        **host_for(platform, "all").environment,
         "TRITON_CACHE_DIR": str(settings.cache_dir / "reference-triton"),
         "FLASHINFER_WORKSPACE_BASE": str(settings.cache_dir / "reference-flashinfer"),
     }
@@ -36,4 +36,4 @@ def process_on(platform: str, module: str, settings: GateSettings) -> Process:
 
 def device_name(platform: str) -> str:
     """The product name of the GPU. Raises NoGpu when there is none for the platform."""
-    return place_for(platform, "all").machine({}, 1).device
+    return host_for(platform, "all").machine({}, 1).device

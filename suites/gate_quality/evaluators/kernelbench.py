@@ -1,4 +1,4 @@
-"""A verdict as KernelBench's batch script comes to it (commit 423217d), written anew. A process judges one kernel.
+"""A verdict as KernelBench's batch script comes to it (commit 423217d), written again. A process judges one kernel.
 
 Five seeds, compared with the reference in its own precision (absolute and relative 1e-2 for 16-bit types). Then the
 candidate and after it the reference: warm-up calls, one call that is thrown away, 100 calls, each from an idle device

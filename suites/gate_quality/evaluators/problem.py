@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import msgspec
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.operators import DEFAULT_REGIME, operator
+from pytest_klineage.operators import DEFAULT_DISTRIBUTION, operator
 from pytest_klineage.records import KernelCase, Placement, Slot, TensorSpec
 from pytest_klineage.references.flags import write_flags
 from pytest_klineage.surfaces import surface_backend
@@ -91,7 +91,7 @@ class Problem:
         import torch
 
         generator = torch.Generator(self.device).manual_seed(SEED + number)
-        return operator("gemm").make_inputs(self.case, generator, DEFAULT_REGIME)
+        return operator("gemm").make_inputs(self.case, generator, DEFAULT_DISTRIBUTION)
 
     def output(self) -> torch.Tensor:
         """An uninitialised output."""

@@ -225,6 +225,17 @@ def test_the_gate_of_a_folder_asks_for_repetitions_apart(folder: BatchFolder, as
     assert sorted(found.repeat for found in folder.open_requests("cpu")) == [0, 1]
 
 
+@pytest.mark.parametrize(("asked", "taken"), [(0.2, 0.2), (0.9, 0.5), (None, 0.5)])
+def test_a_narrower_precision_travels(folder: BatchFolder, ask: Ask, asked: float | None, taken: float) -> None:
+    """As the gate itself does, it takes the narrower one of the session's and the caller's."""
+    request = ask()
+    gate = ExecutorGate(folder, "cpu", GateSettings(precision=0.5))
+    with pytest.raises(WaitsForVerdict):
+        gate.judge(request.case, request.source, precision=asked)
+    (found,) = folder.open_requests("cpu")
+    assert found.settings["precision"] == taken
+
+
 def test_the_machine_is_that_of_the_judge(folder: BatchFolder) -> None:
     gate = ExecutorGate(folder, "sm90", GateSettings())
     with pytest.raises(WaitsForVerdict, match="does not know its sm90 machine"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ from pytest_klineage.cli.judge import read_seconds, status_line
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import verdict_of
 from pytest_klineage.executors.batch import BatchFolder
-from pytest_klineage.executors.judging import judge_folder
+from pytest_klineage.executors.judging import judge_folder, verdict_text
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Code
-from pytest_klineage.records.judging import JudgeRequest
+from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
 Start = Callable[..., subprocess.Popen[str]]
@@ -77,6 +78,23 @@ def is_clean(folder: BatchFolder) -> bool:
     return not list((folder.root / "claim").iterdir()) and not [name for name in names if name.endswith(".part")]
 
 
+def test_a_folder_is_copied_there_and_back(folder: BatchFolder, ask: Ask, cache: Path, tmp_path: Path) -> None:
+    """Its copy is judged where the original is not; only replies and the machine's record come back."""
+    requests = [ask("return 0;"), ask("no code")]
+    for request in requests:
+        folder.submit(request)
+    shutil.copytree(folder.root, tmp_path / "there")
+    there = BatchFolder(tmp_path / "there")
+    assert judge_folder(there, "cpu", cache_dir=cache).judged == 2
+    for name in {"reply", "fault", "machine"} & {path.name for path in there.root.iterdir()}:
+        shutil.copytree(there.root / name, folder.root / name, dirs_exist_ok=True)
+    codes = [verdict_of(folder, request).code for request in requests]
+    assert codes == [verdict_of(there, request).code for request in requests]
+    assert codes[1] is Code.COMPILE
+    assert folder.machine("cpu").platform == "cpu"
+    assert folder.open_requests("cpu") == []
+
+
 def test_a_round_is_judged_whatever_its_kernels_do(folder: BatchFolder, ask: Ask, start: Start) -> None:
     """A right one, a wrong one, one that hangs, one that crashes, one that is no C++: five verdicts, one judge."""
     requests = {
@@ -125,25 +143,42 @@ def test_a_judge_killed_while_it_times_loses_nothing(folder: BatchFolder, ask: A
     assert is_clean(folder)
 
 
-def test_calls_that_are_cut_at_random_lose_nothing(folder: BatchFolder, ask: Ask, start: Start) -> None:
-    """Whenever a judge is killed, what it has answered stays as it is, and the rest is judged by the next ones."""
-    requests = [ask(f"// {number}", settings={"time_limit_s": 1.0, "precision": 0.0001}) for number in range(5)]
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
+def test_calls_that_are_cut_at_random_lose_nothing(folder: BatchFolder, ask: Ask, start: Start, seed: int) -> None:
+    """Killed, interrupted or cut off at drawn moments, some right after a reply: answers stay, none is given twice."""
+    draw, named = random.Random(seed), [f"kernel-{number}" for number in range(5)]
+    requests = [ask(f"// {name}", settings={"time_limit_s": 1.0, "precision": 0.0001}) for name in named]
+    requests = [
+        msgspec.structs.replace(request, source=msgspec.structs.replace(request.source, label=name))
+        for request, name in zip(requests, named, strict=True)
+    ]
     for request in requests:
         folder.submit(request)
     kept: dict[str, bytes] = {}
-    for _ in range(3):
-        process = start()
-        time.sleep(random.uniform(0.5, 7.0))
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    printed, killed = "", 0
+    for _ in range(4):
+        process, before = start(), len(kept)
+        if draw.random() < 0.5:
+            until(lambda before=before: len(replies(folder)) > before or len(replies(folder)) == len(requests))
+            time.sleep(draw.uniform(0.0, 0.05))
+        else:
+            time.sleep(draw.uniform(0.2, 6.0))
+        sent = draw.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+        if process.poll() is None:
+            os.killpg(process.pid, sent)
+            killed += sent is signal.SIGKILL
+        printed += process.communicate(timeout=LIMIT_S)[0]
         now = replies(folder)
         assert {name: now[name] for name in kept} == kept
+        assert folder.counts().refused == 0
         kept = now
     until(lambda: folder.counts().claimed == 0)
-    output = finished(start())
-    assert output.count("cpu: gemm-") == len(requests) - len(kept)
+    last = finished(start())
+    assert last.count("cpu: gemm-") == len(requests) - len(kept)
     assert {name: data for name, data in replies(folder).items() if name in kept} == kept
-    assert folder.counts().done == len(requests)
+    assert all((printed + last).count(f"{name}:") <= 1 for name in named)
+    assert (folder.counts().open, folder.counts().done) == (0, len(requests))
+    assert folder.counts().faults <= killed
     assert all(verdict_of(folder, request).scored for request in requests)
     assert is_clean(folder)
 
@@ -181,7 +216,7 @@ def test_nothing_is_begun_that_would_not_end(folder: BatchFolder, ask: Ask, cach
     assert folder.counts().open == 1
 
 
-def test_a_judge_ends_with_who_started_it(folder: BatchFolder, ask: Ask, start: Start) -> None:
+def test_a_judge_ends_with_its_parent(folder: BatchFolder, ask: Ask, start: Start) -> None:
     for number in range(6):
         folder.submit(ask(f"// {number}", settings={"time_limit_s": 1.0, "precision": 0.0001}))
     process = start()
@@ -245,12 +280,57 @@ def test_artifacts_that_were_built_ahead_are_used(folder: BatchFolder, ask: Ask,
     assert build.artifact
 
 
+def test_requests_are_built_without_being_judged(
+    folder: BatchFolder, ask: Ask, start: Start, cache: Path, tmp_path: Path
+) -> None:
+    """A right one with another in the reference's place, one that is no C++, and one for another platform."""
+    rival, wrong = ask("// rival").source, ask("no code")
+    right = ask("// mine", reference_source=rival)
+    for request in (right, wrong, ask(platform="sm90")):
+        folder.submit(request)
+    output = finished(start("--build-only", "--cache-dir", str(tmp_path / "other")))
+    assert output.count("accepted.built") == 2
+    assert "build_error.compile" in output
+    assert output.endswith(f"{folder.root}: 2 built, 1 not\n")
+    assert (folder.counts().open, folder.counts().done, folder.counts().faults) == (3, 0, 0)
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 2
+    build = verdict_of(folder, right).build
+    assert build is not None
+    assert build.artifact
+    assert verdict_of(folder, wrong).code is Code.COMPILE
+
+
+def test_every_platform_is_built_for_by_default(folder: BatchFolder, ask: Ask, tmp_path: Path) -> None:
+    """A C++ kernel is for no GPU: that is said, and its request stays open."""
+    for platform in ("cpu", "sm90"):
+        folder.submit(ask(platform=platform))
+    command = [sys.executable, "-m", "pytest_klineage", "judge", str(folder.root), "--build-only"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path)], capture_output=True, text=True, check=True, timeout=LIMIT_S
+    )
+    assert "cpu: gemm-8x8x8-fp32 kernel: accepted.built\n" in done.stdout
+    assert "sm90: gemm-8x8x8-fp32 kernel: skipped.platform: a cpp kernel does not run on sm90" in done.stdout
+    assert done.stdout.endswith("1 built, 1 not\n")
+    assert folder.counts().open == 2
+
+
 def test_the_local_executor_judges_at_once(ask: Ask, cache: Path) -> None:
     executor = LocalExecutor("cpu", GateSettings(cache_dir=cache))
-    verdict = verdict_of(executor, ask())
+    request = ask()
+    verdict = executor.judge(request).verdict
+    assert verdict is not None
     assert verdict.scored
     assert executor.machine().platform == "cpu"
     executor.close()
+
+
+def test_a_screening_goes_through_a_folder(folder: BatchFolder, ask: Ask, cache: Path) -> None:
+    request = ask(screen_against=1e6)
+    folder.submit(request)
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
+    verdict = verdict_of(folder, request)
+    assert (verdict.screened, verdict.ranked, verdict.scored) == (1e6, True, False)
+    assert verdict_text(verdict).endswith("x (screened)")
 
 
 def test_the_state_of_a_folder_in_a_line(folder: BatchFolder, ask: Ask) -> None:
@@ -265,15 +345,17 @@ def test_times(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "8 m", "-1s", "8d"])
-def test_times_that_are_none(text: str) -> None:
+def test_invalid_times(text: str) -> None:
     with pytest.raises(UsageError, match="a time is written such as"):
         read_seconds(text)
 
 
-def test_a_reply_with_a_fault_is_a_harness_error(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalExecutor, "_gate_for", _broken)
-    with pytest.raises(HarnessError, match=r"could not be judged \(harness_failed, attempt 1\): the oracle died"):
-        verdict_of(LocalExecutor("cpu"), ask())
+def test_a_reply_with_a_fault_is_a_harness_error(ask: Ask, tmp_path: Path) -> None:
+    folder, fault = BatchFolder(tmp_path), MachineFault(code=FaultCode.HARNESS, message="the oracle died")
+    for _ in range(MOST_FAULTS):
+        folder.answer(JudgeReply(request=ask().digest, fault=fault))
+    with pytest.raises(HarnessError, match=r"could not be judged \(harness_failed, attempt 3\): the oracle died"):
+        verdict_of(folder, ask())
 
 
 def _broken(executor: LocalExecutor, request: JudgeRequest) -> Gate:

@@ -39,16 +39,32 @@ def run(*words: str) -> int:
 
 
 def test_a_folder_of_problems_is_gone_through_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "10_Relu.py").write_text(PROBLEM.format(expression="torch.relu(A @ B)", m=32))
-    (tmp_path / "2_Product.py").write_text(PROBLEM.format(expression="A @ B", m=32))
-    (tmp_path / "3_Dot.py").write_text(PROBLEM.format(expression="A @ B", m=1))
-    assert run("import", str(tmp_path), "--precision", "fp16") == 0
+    problems, output = tmp_path / "problems", str(tmp_path / "imported")
+    problems.mkdir()
+    (problems / "10_Zero.py").write_text(PROBLEM.format(expression="(A @ B) * 0", m=32))
+    (problems / "2_Product.py").write_text(PROBLEM.format(expression="A @ B", m=32))
+    (problems / "3_Broken.py").write_text(PROBLEM.format(expression="A @ A", m=32))
+    assert run("import", str(problems), "--precision", "fp16", "--output", output) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == ["2_Product: gemm-32x32x64-fp16", "3_Dot: gemm-1x1x64-fp16"]
-    assert lines[2].startswith("unsupported: 10_Relu: line 6: no operator here stands for torch.relu")
+    assert lines[0].startswith("2_Product: kb_2_Product-32x64-fp16")
+    assert lines[1].startswith("unsupported: 3_Broken: RuntimeError")
+    assert lines[2].startswith("10_Zero: ")
     assert lines[3] == "2 of 3 are cases"
-    assert run("import", str(tmp_path / "3_Dot.py"), "--lint") == 1
-    assert "unsupported: 3_Dot: answers that compute nothing would pass: constant" in capsys.readouterr().out
+    assert run("import", str(problems / "10_Zero.py"), "--lint", "--output", output) == 1
+    assert "unsupported: 10_Zero: answers that compute nothing would pass: zeros" in capsys.readouterr().out
+
+
+def test_sizes_are_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "1_sized.py"
+    path.write_text(PROBLEM.format(expression="A @ B", m="SIDE") + "SIDE = 4096\n")
+    assert run("import", str(path), "--set", "SIDE=8", "--output", str(tmp_path / "imported")) == 0
+    assert run("import", str(path), "--at-most", "16", "--output", str(tmp_path / "imported")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1_sized: kb_1_sized-8x64-fp32"
+    assert lines[2] == "1_sized: kb_1_sized-16x64-fp32"
+    with pytest.raises(SystemExit):
+        run("import", str(path), "--set", "8")
+    assert "a size is written NAME=VALUE, got '8'" in capsys.readouterr().err
 
 
 def test_a_folder_of_traces_is_gone_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,16 +74,16 @@ def test_a_folder_of_traces_is_gone_through(tmp_path: Path, capsys: pytest.Captu
     known = {"definition": definition_of(CASE).name, "workload": json.loads(to_json(workload_of(CASE)))}
     lines = [known, {**known, "definition": "other"}, {"definition": "half"}]
     (tmp_path / "workloads" / "w.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert run("import", str(tmp_path)) == 0
+    assert run("import", str(tmp_path), "--output", str(tmp_path / "imported")) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "klineage_gemm_16x16x16_fp32: gemm-16x16x16-fp32"
+    assert said[0] == "klineage_gemm_16x16x16_fp32: fi_klineage_gemm_16x16x16_fp32-16x16x16-fp32"
     assert said[1] == "unsupported: other: the workload gemm-16x16x16-fp32 is of a definition that is not there"
     assert said[2].startswith("not read: ")
     assert said[3] == "1 of 3 are cases"
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("import", str(tmp_path / "none.py")) == 1
+    assert run("import", str(tmp_path / "none.py"), "--output", str(tmp_path)) == 1
     assert "not read: the problem" in capsys.readouterr().out
 
 

@@ -1,27 +1,28 @@
-"""KernelBench problems: which become cases, which are refused and by what name; nothing of them is executed."""
+"""KernelBench problems: what is read from running them, which are refused and why, and candidates as kernels."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from pytest_klineage.errors import UsageError
-from pytest_klineage.formats import Unsupported, candidate_of, import_problem, lint_imported, read_problem
+from pytest_klineage.errors import HarnessError, UsageError
+from pytest_klineage.formats import Imported, Unsupported, candidate_of, lint_imported, read_problem, read_problems
+from pytest_klineage.formats.describing import started
 from pytest_klineage.formats.imported import check_scorable, is_lintable
-from pytest_klineage.operators import make_case
+from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import Surface
 
 HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
-MATMUL = f'''{HEAD}
+MATMUL = f"""{HEAD}
 class Model(nn.Module):
-    """A product."""
-
     def __init__(self):
         super(Model, self).__init__()
 
-    def forward(self, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
-        """Multiplies."""
+    def forward(self, A, B):
         return torch.matmul(A, B)
 
 M = 256
@@ -29,209 +30,233 @@ N = 128 * 4
 K = M // 2
 
 def get_inputs():
-    A = torch.rand(M, K)
-    B = torch.rand(K, N)
-    return [A, B]
-
-def get_init_inputs():
-    return []  # nothing
-'''
-CONV = f"""{HEAD}
-class Model(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, padding: int = 0,
-                 dilation: int = 1, groups: int = 1, bias: bool = False):
-        super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, (kernel_size, kernel_size), stride=stride, padding=padding,
-                              dilation=dilation, groups=groups, bias=bias)
-
-    def forward(self, x):
-        return self.conv(x)
-
-def get_inputs():
-    return [torch.randn(2, 8, 20, 24)]
-
-def get_init_inputs():
-    return [8, 16, 3, 2, 1]
-"""
-ATTENTION = f"""{HEAD}
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-
-    def forward(self, Q, K, V):
-        out = F.scaled_dot_product_attention(Q, K, V)
-        return out
-
-B, H, S, D = 2, 4, 64, 32
-
-def get_inputs():
-    Q = torch.rand(B, H, S, D, device='cuda', dtype=torch.float16)
-    K = torch.rand(B, H, S, D, device='cuda', dtype=torch.float16)
-    V = torch.rand(B, H, S, D, device='cuda').half()
-    return [Q, K, V]
+    return [torch.rand(M, K), torch.rand(K, N)]
 
 def get_init_inputs():
     return []
 """
-TOPK = f"""{HEAD}
+NORM = f"""{HEAD}
 class Model(nn.Module):
-    def __init__(self, k):
+    def __init__(self, channels, factor):
         super().__init__()
-        self.k = k
+        self.conv = nn.Conv2d(channels, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("shift", torch.arange(4.0))
+        self.factor = factor
 
-    def forward(self, x):
-        values, indices = torch.topk(x, self.k, dim=-1)
-        return values, indices
+    def forward(self, x, scale):
+        return self.norm(self.conv(x)) * self.factor * scale + self.shift[:, None, None]
+
+batch, channels, side = 8, 6, 12
 
 def get_inputs():
-    return [torch.rand(16, 100)]
+    return [torch.rand(batch, channels, side, side), 1.5]
 
 def get_init_inputs():
-    return [5]
+    return [channels, (2.0,)[0]]
 """
 
 
-def test_a_product_is_a_gemm() -> None:
-    found = import_problem(MATMUL, "2_Standard", precision="bf16")
-    assert found.case == make_case("gemm", (256, 512, 128), "bf16", "torch")
-    assert found.arguments == ("a", "b")
-    assert found.weights == {}
-    assert "inputs are drawn by the operator's own distributions, not by get_inputs" in found.notes
+def written(tmp_path: Path, text: str, name: str = "1_problem") -> Path:
+    path = tmp_path / f"{name}.py"
+    path.write_text(text)
+    return path
 
 
-def test_a_layer_becomes_an_input() -> None:
-    found = import_problem(CONV, "conv", reference="cudnn")
-    assert found.case == make_case("conv2d", (2, 8, 20, 24, 16, 3, 2, 1), "fp32", "cudnn")
-    assert found.arguments == ("x",)
-    assert found.weights == {"conv.weight": "w"}
-    assert found.constructor == (8, 16, 3, 2, 1)
-    assert "conv.weight is an input here, not a parameter of a module" in found.notes
+def imported(tmp_path: Path, text: str, **settings: Any) -> Imported:
+    return read_problem(written(tmp_path, text), tmp_path / "imported", **settings)
 
 
-def test_attention_and_topk() -> None:
-    assert import_problem(ATTENTION, "97").case == make_case("fmha", (2, 4, 64, 32), "fp16", "torch")
-    found = import_problem(TOPK, "topk")
-    assert found.case == make_case("topk", (16, 100, 5), "fp32", "torch")
-    assert "any order of the k largest is right here" in found.notes
+def drawn(found: Imported, input_distribution: str = "", seed: int = 0) -> dict[str, torch.Tensor]:
+    chosen = operator_of(found.case)
+    return chosen.make_inputs(
+        found.case, torch.Generator().manual_seed(seed), input_distribution or chosen.input_distributions[0]
+    )
 
 
-def test_comments_and_layout_are_not_the_problem_but_sizes_are() -> None:
-    digest = import_problem(MATMUL, "one").digest
-    assert import_problem(MATMUL.replace("# nothing", "# something"), "one").digest == digest
-    assert import_problem(MATMUL.replace("M = 256", "M = 512"), "one").digest != digest
+def test_a_problem_is_an_operator_in_a_file(tmp_path: Path) -> None:
+    found = imported(tmp_path, MATMUL)
+    chosen = operator_of(found.case)
+    signature = chosen.signature(found.case)
+    assert {spec.name: spec.shape for spec in signature.inputs} == {"A": (256, 128), "B": (128, 512)}
+    assert [(spec.name, spec.shape, spec.dtype) for spec in signature.outputs] == [("y", (256, 512), "fp32")]
+    assert found.case.shape == {"M": 256, "K": 128, "N": 512}
+    assert found.case.definition is not None
+    assert found.file == tmp_path / "imported" / "kb_1_problem.py"
+    inputs = drawn(found)
+    torch.testing.assert_close(
+        chosen.oracle(found.case, inputs)["y"], inputs["A"].double() @ inputs["B"].double(), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_sizes_are_set_and_what_follows_from_them_follows(tmp_path: Path) -> None:
+    assert imported(tmp_path, MATMUL, sizes={"M": "32"}).case.shape == {"M": 32, "K": 16, "N": 512}
+    found = imported(tmp_path, MATMUL, sizes={"N": 24}, at_most=10)
+    assert (found.case.shape, found.sizes) == ({"M": 8, "K": 4, "N": 24}, {"M": "8", "N": "24"})
+    assert imported(tmp_path, NORM, at_most=7).case.shape == {"batch": 4, "channels": 3, "side": 6}
+    tuples = MATMUL.replace("M = 256", "shape = (40, 97)\nM, L = shape")
+    assert imported(tmp_path, tuples, at_most=16).case.shape["M"] == 10
+
+
+@pytest.mark.parametrize("at_most", [16, 64])
+def test_groups_stay_fewer_than_their_channels(tmp_path: Path, at_most: int) -> None:
+    grouped = NORM.replace("nn.BatchNorm2d(4)", "nn.GroupNorm(groups, wide)").replace(
+        "channels, 4, 3", "channels, wide, 3"
+    )
+    found = imported(
+        tmp_path, f"{grouped}\nwide, groups = 4096, 64\n".replace("arange(4.0)", "arange(float(wide))"), at_most=at_most
+    )
+    assert (found.sizes["wide"], found.sizes["groups"]) == (str(at_most), str(at_most // 2))
+    assert check_scorable(found) is found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "why"), [({"Q": "1"}, "unknown size at the top of the file 'Q'"), ({"M": "x("}, "M must be a number")]
+)
+def test_a_size_that_cannot_be_is_named(tmp_path: Path, sizes: dict[str, str], why: str) -> None:
+    with pytest.raises(Unsupported, match=why):
+        imported(tmp_path, MATMUL, sizes=sizes)
+
+
+def test_parameters_become_inputs_with_the_problems_own_scale(tmp_path: Path) -> None:
+    found = imported(tmp_path, NORM)
+    weights = {"conv.weight": "conv_weight", "conv.bias": "conv_bias", "norm.weight": "norm_weight",
+               "norm.bias": "norm_bias", "shift": "shift"}  # fmt: skip
+    assert (found.weights, found.arguments) == (weights, ("x", "scale"))
+    assert operator_of(found.case).signature(found.case).scalars["scale"] == 1.5
+    inputs, as_written = drawn(found), drawn(found, "as_written")
+    assert bool((inputs["x"] < 0).any())
+    assert not bool((as_written["x"] < 0).any())
+    assert float(inputs["conv_weight"].abs().max()) <= 54**-0.5
+    assert float((inputs["norm_weight"] - 1).abs().max()) <= 0.5
+    assert not torch.equal(inputs["norm_weight"], torch.ones(4))
+    assert torch.equal(as_written["norm_weight"], torch.ones(4))
+    again = drawn(found)
+    assert all(torch.equal(again[name], tensor) for name, tensor in inputs.items())
+    assert not torch.equal(drawn(found, seed=1)["conv_weight"], inputs["conv_weight"])
+
+
+def test_statistics_are_inputs_in_evaluation_mode(tmp_path: Path) -> None:
+    names = imported(tmp_path, NORM, training=False).weights
+    assert {"norm.running_mean", "norm.running_var"} <= names.keys()
+    assert "norm.num_batches_tracked" not in names
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("precision", ["", "bf16"])
+def test_the_definition_computes_what_the_module_does(tmp_path: Path, training: bool, precision: str) -> None:
+    found = imported(tmp_path, NORM, training=training, precision=precision)
+    namespace: dict[str, Any] = {}
+    exec(NORM, namespace)
+    inputs = drawn(found)
+    module = namespace["Model"](6, 2.0).train(training).double()
+    module.load_state_dict({theirs: inputs[ours] for theirs, ours in found.weights.items()}, strict=False)
+    expected = module(inputs["x"].double(), 1.5).detach()
+    chosen = operator_of(found.case)
+    torch.testing.assert_close(chosen.oracle(found.case, inputs)["y"], expected)
+    assert Expected(chosen, found.case, inputs).accepts(chosen.baseline_output(found.case, inputs))
+    assert chosen.baseline_output(found.case, inputs)["y"].dtype is (torch.bfloat16 if precision else torch.float32)
+
+
+def test_other_sizes_are_another_definition(tmp_path: Path) -> None:
+    first, second = (imported(tmp_path, MATMUL, sizes={"M": size}).case.definition for size in (16, 32))
+    assert first is not None
+    assert second is not None
+    assert first.digest != second.digest
 
 
 @pytest.mark.parametrize(
     ("text", "change", "why"),
     [
-        (MATMUL, ("torch.matmul(A, B)", "torch.matmul(A.T, B)"), "no operator here takes a transposed matrix"),
-        (MATMUL, ("torch.matmul(A, B)", "torch.relu(torch.matmul(A, B))"), "no operator here stands for torch.relu"),
-        (MATMUL, ("torch.matmul(A, B)", "torch.matmul(torch.matmul(A, B), B)"), "another function has changed it"),
-        (MATMUL, ("torch.matmul(A, B)", "A * B"), "arithmetic on tensors"),
-        (MATMUL, ("torch.matmul(A, B)", "torch.matmul(A, A)"), "have no product"),
-        (MATMUL, ("        return torch", "        if A.shape[0]:\n            A = B\n        return torch"), "If"),
-        (MATMUL, ("A = torch.rand(M, K)", "A = torch.tril(torch.rand(M, K))"), "stands for torch.tril"),
-        (MATMUL, ("A = torch.rand(M, K)", "A = torch.rand(4, M, K)"), "a product of 3 and 2 dimensions"),
-        (MATMUL, ("M = 256", "M = int(open('size').read())"), "M is not known without executing it"),
-        (MATMUL, ("M = 256", "M = 256\nif True:\n    M = 64"), "M is not known without executing it"),
-        (MATMUL, ("M = 256", "M = 256\nM += 1"), "M is not known without executing it"),
-        (MATMUL, ("M = 256", "M = 256\ntorch.matmul = torch.add"), "torch is not known without executing it"),
-        (MATMUL, ("M = 256", "M = 256\ntorch.set_default_dtype(torch.float16)"), "may change what follows"),
-        (MATMUL, ("M = 256", "M = 256\nfor _ in range(2):\n    print()"), "may change what follows"),
-        (MATMUL, ("class Model(nn.Module)", "class Model(Base)"), "Base is not known"),
-        (MATMUL, ("    def forward", "    __call__ = None\n\n    def forward"), "is no plain module"),
-        (MATMUL, ("    def forward", "    @compiled\n    def forward"), "compiled is not known"),
-        (MATMUL, ("class Model(", "class Modell("), "a class Model is not there"),
-        (MATMUL, ("return [A, B]", "return [A, B, A]"), "forward takes 2 arguments, 3 are given"),
-        (MATMUL, ("def get_init_inputs", "def get_init"), "a function get_init_inputs is not there"),
-        (MATMUL, ("import torch\n", "import (\n"), "not valid Python"),
-        (MATMUL, ("A: torch.Tensor, B", "A: torch.Tensor, unused, B"), "also needs B"),
-        (CONV, ("bias: bool = False", "bias: bool = True"), "bias=False"),
-        (CONV, ("groups: int = 1", "groups: int = 8"), "neither dilation nor groups"),
-        (CONV, ("(kernel_size, kernel_size)", "(kernel_size, 1)"), "the same kernel_size in both directions"),
-        (CONV, ("[8, 16, 3, 2, 1]", "[8, 16, 3, 2, 'same']"), "the same padding in both directions"),
-        (CONV, ("[8, 16, 3, 2, 1]", "[4, 16, 3, 2, 1]"), "images [N,C,H,W]"),
-        (CONV, ("[8, 16, 3, 2, 1]", "[8, 16, 3, 2, 3]"), "padding 3 must be smaller than the filter"),
-        (ATTENTION, ("(Q, K, V)\n        return", "(Q, K, V, scale=2.0)\n        return"), "the scale 1/sqrt(D)"),
-        (ATTENTION, (".half()", ""), "inputs of several types: fp16, fp32"),
-        (ATTENTION, ("dtype=torch.float16", "dtype=torch.float8_e4m3fn"), "not a tensor of a known shape and type"),
-        (TOPK, ("return values, indices", "return values"), "not the result of one known function"),
-        (TOPK, ("return values, indices", "return indices, values"), "not the result of one known function"),
-        (TOPK, ("dim=-1", "dim=0"), "the largest of every row"),
+        (MATMUL, ("class Model(", "class Modell("), "it defines no Model"),
+        (MATMUL, ("def get_init_inputs", "def get_init"), "it defines no get_init_inputs"),
+        (MATMUL, ("import torch\n", "import (\n"), "SyntaxError"),
+        (MATMUL, ("torch.rand(K, N)]", "'text']"), "forward takes a str"),
+        (MATMUL, ("return torch.matmul(A, B)", "return None"), "forward returns NoneType, not tensors"),
+        (MATMUL, ("torch.rand(M, K)", "torch.rand(M, M)"), "RuntimeError"),
+        (MATMUL, ("M = 256", "M = 256\nimport no_such_package"), "ModuleNotFoundError"),
+        (MATMUL, ("M = 256", "import os\nos._exit(3)"), "it ended"),
+        (MATMUL, ("torch.rand(M, K)", "torch.rand(M, K, dtype=torch.complex64)"), "complex64"),
+        (NORM, ("nn.BatchNorm2d(4)", "nn.Dropout(0.5)"), "its answer is random: norm is Dropout in training mode"),
+        (NORM, ("self.factor = factor", "self.factor = torch.rand(1)"), "the tensor factor is an attribute"),
     ],
 )  # fmt: skip
-def test_what_is_not_the_same_is_refused_by_name(text: str, change: tuple[str, str], why: str) -> None:
+def test_what_cannot_be_an_operator_is_refused(tmp_path: Path, text: str, change: tuple[str, str], why: str) -> None:
     assert change[0] in text
     with pytest.raises(Unsupported) as refused:
-        import_problem(text.replace(*change), "5_problem")
-    assert str(refused.value).startswith("unsupported: 5_problem: ")
+        imported(tmp_path, text.replace(*change))
+    assert str(refused.value).startswith("unsupported: 1_problem: ")
     assert why in str(refused.value)
 
 
-def test_nothing_is_executed(tmp_path: Path) -> None:
-    witness = tmp_path / "witness"
-    for place in ("M = 256", "    A = torch.rand(M, K)"):
-        indent = place[: len(place) - len(place.lstrip())]
-        text = MATMUL.replace(place, f"{place}\n{indent}open({str(witness)!r}, 'w')")
-        with pytest.raises(Unsupported):
-            import_problem(text, "evil")
-    import_problem(f"{MATMUL}\nif __name__ == '__main__':\n    open({str(witness)!r}, 'w')\n", "guarded")
-    assert not witness.exists()
+def test_dropout_is_nothing_in_evaluation_mode(tmp_path: Path) -> None:
+    found = imported(tmp_path, NORM.replace("nn.BatchNorm2d(4)", "nn.Dropout(0.5)"), training=False)
+    assert lint_imported(found) == ()
 
 
-@pytest.mark.parametrize("text", ["(" * 100_000, "x = " + "-" * 50_000 + "1", "a" * (1 << 21), "\0"])
-def test_monsters_are_refused(text: str) -> None:
-    with pytest.raises(Unsupported):
-        import_problem(text, "monster")
+def test_a_problem_that_needs_values_is_run_on_the_cpu(tmp_path: Path) -> None:
+    found = imported(tmp_path, MATMUL.replace("matmul(A, B)", "matmul(A, B) * A.sum().item()"))
+    assert found.case.shape["M"] == 256
 
 
-def test_a_file_is_read_or_said_to_be_missing(tmp_path: Path) -> None:
-    path = tmp_path / "2_Standard.py"
-    path.write_text(MATMUL)
-    assert read_problem(path).name == "2_Standard"
+def test_a_device_that_is_named_is_not_asked_for(tmp_path: Path) -> None:
+    found = imported(tmp_path, MATMUL.replace("rand(M, K)", "rand(M, K, device='cuda').cuda()"))
+    assert drawn(found)["A"].device.type == "cpu"
+
+
+def test_one_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    paths = [written(tmp_path, MATMUL, "one"), tmp_path / "none.py", written(tmp_path, "x = 1", "two")]
+    first, second, third = read_problems(paths, tmp_path / "imported")
+    assert isinstance(first, Imported)
+    assert "cannot be read" in str(second)
+    assert isinstance(third, Unsupported)
     with pytest.raises(UsageError, match="cannot be read"):
-        read_problem(tmp_path / "3_Missing.py")
+        read_problem(tmp_path / "none.py", tmp_path)
 
 
-def test_null_models_do_not_pass_what_is_imported() -> None:
-    small = import_problem(MATMUL.replace("M = 256", "M = 64"), "small")
+def test_null_models_do_not_pass_what_is_imported(tmp_path: Path) -> None:
+    small = imported(tmp_path, MATMUL, at_most=32)
     assert lint_imported(small) == ()
     assert check_scorable(small) is small
-    # One number is its own mean: a constant is the right answer.
-    dot = import_problem(MATMUL.replace("(M, K)", "(1, K)").replace("(K, N)", "(K, 1)"), "dot")
-    assert "constant" in lint_imported(dot)
-    with pytest.raises(Unsupported, match=r"answers that compute nothing would pass: .*constant"):
-        check_scorable(dot)
-    huge = import_problem(MATMUL.replace("M = 256", "M = 65536"), "huge")
+    relu = MATMUL.replace("torch.matmul(A, B)", "torch.relu(A)")
+    with pytest.raises(Unsupported, match="input B does not influence outputs"):
+        check_scorable(imported(tmp_path, relu, at_most=32))
+    zero = MATMUL.replace("torch.matmul(A, B)", "torch.relu(-torch.matmul(A, B).square())")
+    with pytest.raises(Unsupported, match=r"answers that compute nothing would pass: .*zeros"):
+        check_scorable(imported(tmp_path, zero, at_most=32))
+    huge = imported(tmp_path, MATMUL, sizes={"M": 65536})
     assert not is_lintable(huge.case)
     assert lint_imported(huge) == ()
 
 
-def test_a_candidate_gets_an_adapter() -> None:
-    candidate = CONV.replace("class Model(", "class ModelNew(")
-    source = candidate_of(candidate, import_problem(CONV, "conv"), "mine")
-    assert source.surface is Surface.PYTHON
-    assert (source.entry, source.label) == ("klineage_run", "mine")
-    text = source.files[0].text
-    assert "def klineage_run(x, w):" in text
-    assert "_klineage_model = ModelNew(*(8, 16, 3, 2, 1))" in text
-    assert '_klineage_model.get_parameter("conv.weight").data = w' in text
-    triton = candidate_of(f"import triton\n{candidate}", import_problem(CONV, "conv"))
-    assert triton.surface is Surface.TRITON
-    with pytest.raises(Unsupported, match="a class ModelNew is not there"):
-        candidate_of(CONV, import_problem(CONV, "conv"))
+def test_a_parameter_without_influence_is_the_problems_own(tmp_path: Path) -> None:
+    # Batch statistics cancel the convolution's bias.
+    assert lint_imported(imported(tmp_path, NORM)) == ()
 
 
-def test_the_adapter_computes_what_the_problem_says() -> None:
-    import torch
-
-    candidate = CONV.replace("class Model(", "class ModelNew(")
-    source = candidate_of(candidate, import_problem(CONV, "conv"))
-    namespace: dict[str, object] = {}
+def test_a_candidate_gets_an_adapter(tmp_path: Path) -> None:
+    found = imported(tmp_path, NORM)
+    source = candidate_of(NORM.replace("class Model(", "class ModelNew("), found, "mine")
+    assert (source.surface, source.entry, source.label) == (Surface.PYTHON, "klineage_run", "mine")
+    namespace: dict[str, Any] = {}
     exec(source.files[0].text, namespace)
-    x, w = torch.randn(2, 8, 20, 24), torch.randn(16, 8, 3, 3)
-    run = namespace["klineage_run"]
-    assert callable(run)
-    for weights in (w, w + 1):
-        expected = torch.nn.functional.conv2d(x, weights, stride=2, padding=1)
-        torch.testing.assert_close(run(x, weights).detach(), expected)
+    chosen = operator_of(found.case)
+    for seed in range(2):
+        inputs = drawn(found, seed=seed)
+        result = namespace["klineage_run"](*inputs.values(), scale=1.5)
+        assert Expected(chosen, found.case, inputs).accepts({"y": result})
+    triton = candidate_of("import triton\nclass ModelNew: pass\n", found)
+    assert triton.surface is Surface.TRITON
+    for text in (NORM, "def ("):
+        with pytest.raises(Unsupported):
+            candidate_of(text, found)
+
+
+def test_a_server_that_has_ended_is_replaced(tmp_path: Path) -> None:
+    path = written(tmp_path, MATMUL)
+    read_problem(path, tmp_path / "imported")
+    started().process.kill()
+    started().process.wait()
+    with pytest.raises(HarnessError, match="the process that runs problems has ended"):
+        read_problem(path, tmp_path / "imported")
+    assert isinstance(read_problem(path, tmp_path / "imported"), Imported)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.formats import candidate_of, definition_of, import_definition, import_problem, source_of
+from pytest_klineage.formats import candidate_of, definition_of, import_definition, read_problem, source_of
 from pytest_klineage.formats.trace_export import workload_of
 from pytest_klineage.formats.trace_records import BuildSpec, Solution, SolutionFile
 from pytest_klineage.gate import Gate, GateSettings
@@ -53,8 +53,10 @@ def lenient(case: KernelCase) -> KernelCase:
     return msgspec.structs.replace(case, at_least=1e-4, library=LibraryPolicy.ALLOW)
 
 
-def test_a_candidate_is_called_with_the_inputs_as_its_weights(gate: Gate) -> None:
-    imported = import_problem(PROBLEM, "conv")
+def test_a_candidate_is_called_with_the_inputs_as_its_weights(gate: Gate, tmp_path: Path) -> None:
+    path = tmp_path / "conv.py"
+    path.write_text(PROBLEM)
+    imported = read_problem(path, tmp_path / "imported")
 
     def judged(text: str) -> Verdict:
         candidate = text.replace("class Model(", "class ModelNew(")
@@ -71,7 +73,7 @@ def test_a_candidate_is_called_with_the_inputs_as_its_weights(gate: Gate) -> Non
 
 def test_a_solution_that_fills_its_outputs_is_judged(gate: Gate, tmp_path: Path) -> None:
     case = make_case("gemm", (32, 32, 32), "fp32", "torch")
-    imported = import_definition(definition_of(case), workload_of(case))
+    imported = import_definition(definition_of(case), workload_of(case), tmp_path)
     text = "import torch\n\n\ndef run(a, b, c):\n    torch.mm(a, b, out=c)\n"
     solution = Solution(
         name="fills", definition="gemm", author="somebody", sources=(SolutionFile("main.py", text),),

@@ -11,13 +11,14 @@ import pytest
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.formats import (
-    Definition,
     Solution,
     Trace,
+    TraceDefinition,
     Unsupported,
     Workload,
     definition_of,
     import_definition,
+    lint_imported,
     read_trace_set,
     solution_of,
     source_of,
@@ -25,7 +26,7 @@ from pytest_klineage.formats import (
     traces_jsonl,
 )
 from pytest_klineage.formats.trace_export import workload_of
-from pytest_klineage.operators import make_case
+from pytest_klineage.operators import make_case, operator_of
 from pytest_klineage.records import (
     Check,
     Code,
@@ -59,8 +60,8 @@ RANDOM = {"type": "random"}
 WORKLOAD: dict[str, Any] = {"axes": {"M": 64}, "inputs": {"A": RANDOM, "B": RANDOM}, "uuid": "u1"}
 
 
-def definition(**changes: Any) -> Definition:
-    return msgspec.convert({**GEMM, **changes}, Definition)
+def definition(**changes: Any) -> TraceDefinition:
+    return msgspec.convert({**GEMM, **changes}, TraceDefinition)
 
 
 def workload(**changes: Any) -> Workload:
@@ -76,28 +77,51 @@ def solution(text: str, **spec: Any) -> Solution:
     return msgspec.convert(written, Solution)
 
 
-def test_a_definition_at_a_workload_is_a_case() -> None:
-    found = import_definition(definition(), workload(), reference="cublas")
-    assert found.case == make_case("gemm", (64, 128, 256), "fp16", "cublas")
-    assert found.arguments == ("a", "b")
-    assert "the tolerance is the gate's own; the format has none" in found.notes
+def test_a_definition_at_a_workload_is_a_case(tmp_path: Path) -> None:
+    import torch
+
+    found = import_definition(definition(), workload(), tmp_path, reference="torch.compile")
+    assert (found.case.shape, found.case.dtype) == ({"M": 64, "K": 256, "N": 128}, "fp16")
+    assert (found.case.reference, found.arguments) == ("torch.compile", ("A", "B"))
+    chosen = operator_of(found.case)
+    inputs = chosen.make_inputs(found.case, torch.Generator().manual_seed(1), chosen.input_distributions[0])
+    expected = inputs["A"].double() @ inputs["B"].double()
+    torch.testing.assert_close(chosen.oracle(found.case, inputs)["C"], expected)
+
+
+def test_a_scalar_is_an_option(tmp_path: Path) -> None:
+    import torch
+
+    scaled = definition(
+        inputs={"s": {"shape": None, "dtype": "float32"}, **GEMM["inputs"]},
+        reference="def run(s, A, B):\n    return A @ B * s\n",
+    )
+    three = {"A": RANDOM, "B": RANDOM, "s": {"type": "scalar", "value": 3.0}}
+    found = import_definition(scaled, workload(inputs=three), tmp_path)
+    chosen = operator_of(found.case)
+    inputs = chosen.make_inputs(found.case, torch.Generator().manual_seed(1), chosen.input_distributions[0])
+    expected = 3 * inputs["A"].double() @ inputs["B"].double()
+    torch.testing.assert_close(chosen.oracle(found.case, inputs)["C"], expected)
+    source = source_of(solution("def run(s, A, B):\n    return s * A @ B\n", destination_passing_style=False), found)
+    namespace: dict[str, Any] = {}
+    exec(source.files[0].text, namespace)
+    torch.testing.assert_close(namespace[source.entry](*inputs.values(), s=3), 3 * inputs["A"] @ inputs["B"])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_what_is_exported_comes_back(case: KernelCase) -> None:
+def test_what_is_exported_comes_back(case: KernelCase, tmp_path: Path) -> None:
     written = msgspec.json.encode(definition_of(case))
-    read = msgspec.json.decode(written, type=Definition)
-    assert import_definition(read, workload_of(case)).case == case
+    found = import_definition(msgspec.json.decode(written, type=TraceDefinition), workload_of(case), tmp_path).case
+    first, second = (operator_of(item).signature(item) for item in (case, found))
+    assert (found.dtype, first.inputs, first.outputs) == (case.dtype, second.inputs, second.outputs)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_an_exported_reference_computes_the_case(case: KernelCase) -> None:
     import torch
 
-    from pytest_klineage.operators import operator_of
-
     chosen = operator_of(case)
-    inputs = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.regimes[0])
+    inputs = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.input_distributions[0])
     namespace: dict[str, Any] = {}
     exec(definition_of(case).reference, namespace)
     found = namespace["run"](*inputs.values())
@@ -118,23 +142,35 @@ def test_what_has_no_words_there_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"reference": "import torch\ndef run(A, B):\n    return torch.matmul(A, B.T)\n"}, "transposed"),
-        ({"reference": "import torch\ndef run(A, B):\n    return torch.matmul(A, B).relu()\n"}, "for what follows"),
-        ({"reference": "import torch\ndef walk(A, B):\n    return torch.matmul(A, B)\n"}, "function run is not there"),
-        ({"reference": "import torch\ndef run(B, A):\n    return torch.matmul(A, B)\n"}, "run takes B, A"),
-        ({"outputs": {"C": {"shape": ["M", "N"], "dtype": "float32"}}}, "its outputs are"),
+        ({"reference": "import torch\ndef walk(A, B):\n    return A @ B\n"}, "name 'run' is not defined"),
+        ({"reference": "def run(A, B):\n    return A @ B.T\n"}, "the definition failed: RuntimeError"),
+        ({"outputs": {"C": {"shape": ["M", "K"], "dtype": "float16"}}}, "with shape (64, 128), the signature says"),
+        ({"outputs": {"C": {"shape": ["M", "N"], "dtype": "int32"}}}, "for C, the signature says int32"),
+    ],
+)  # fmt: skip
+def test_a_reference_that_is_another_thing_fails(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
+    imported = import_definition(definition(**changes), workload(), tmp_path)
+    with pytest.raises(UsageError) as failed:
+        lint_imported(imported)
+    assert why in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"reference": "def run(A, B:\n"}, "SyntaxError"),
         ({"outputs": {"C": {"shape": ["M", "Z"], "dtype": "float16"}}}, "the axis Z is not defined"),
-        ({"inputs": {"A": {"shape": ["M", "K"], "dtype": "float8_e4m3"}, "B": GEMM["inputs"]["B"]}}, "is float8_e4m3"),
+        ({"inputs": {"A": {"shape": ["M", "K"], "dtype": "float4"}, "B": GEMM["inputs"]["B"]}}, "A is float4"),
         (
             {"inputs": {**GEMM["inputs"], "s": {"shape": None, "dtype": "float32"}},
-             "reference": "import torch\ndef run(A, B, s):\n    return torch.matmul(A, B)\n"},
+             "reference": "def run(A, B, s):\n    return A @ B\n"},
             "the workload u1 says nothing of the input s",
         ),
     ],
 )  # fmt: skip
-def test_a_definition_that_is_another_thing_is_refused(changes: dict[str, Any], why: str) -> None:
+def test_a_definition_that_cannot_be_is_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(Unsupported) as refused:
-        import_definition(definition(**changes), workload())
+        import_definition(definition(**changes), workload(), tmp_path)
     assert str(refused.value).startswith("unsupported: gemm_n128_k256: ")
     assert why in str(refused.value)
 
@@ -148,9 +184,9 @@ def test_a_definition_that_is_another_thing_is_refused(changes: dict[str, Any], 
         ({"inputs": {"A": RANDOM, "B": {"type": "safetensors", "path": "p", "tensor_key": "k"}}}, "is safetensors"),
     ],
 )  # fmt: skip
-def test_a_workload_that_cannot_be_had_is_refused(changes: dict[str, Any], why: str) -> None:
+def test_a_workload_that_cannot_be_had_is_refused(changes: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=why):
-        import_definition(definition(), workload(**changes))
+        import_definition(definition(), workload(**changes), tmp_path)
 
 
 RETURNS = "import torch\ndef run(A, B):\n    return A @ B\n"
@@ -161,10 +197,11 @@ WRITES = "import torch\ndef run(A, B, C):\n    torch.mm(A, B, out=C)\n"
     ("text", "style", "entry"),
     [(RETURNS, False, "run"), (RETURNS, None, "run"), (WRITES, True, "klineage_run"), (WRITES, None, "klineage_run")],
 )
-def test_a_solution_is_called_as_it_wants(text: str, style: bool | None, entry: str) -> None:
+def test_a_solution_is_called_as_it_wants(text: str, style: bool | None, entry: str, tmp_path: Path) -> None:
     import torch
 
-    found = source_of(solution(text, destination_passing_style=style), import_definition(definition(), workload()))
+    imported = import_definition(definition(), workload(), tmp_path)
+    found = source_of(solution(text, destination_passing_style=style), imported)
     assert (found.surface, found.entry, found.label) == (Surface.PYTHON, entry, "fast")
     assert [file.name for file in found.files] == ["main.py", "part.py"]
     namespace: dict[str, Any] = {}
@@ -178,18 +215,6 @@ def test_a_solution_is_called_as_it_wants(text: str, style: bool | None, entry: 
     torch.testing.assert_close(result, a @ b)
 
 
-def test_a_solution_with_another_order_of_inputs_is_turned() -> None:
-    turned = definition(
-        inputs={"B": GEMM["inputs"]["B"], "A": GEMM["inputs"]["A"]},
-        reference="import torch\ndef run(B, A):\n    return torch.matmul(A, B)\n",
-    )
-    imported = import_definition(turned, workload())
-    assert imported.arguments == ("b", "a")
-    text = source_of(solution("def run(B, A):\n    return A @ B\n"), imported).files[0].text
-    assert "def klineage_run(a, b):" in text
-    assert "return run(b, a)" in text
-
-
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
@@ -198,9 +223,9 @@ def test_a_solution_with_another_order_of_inputs_is_turned() -> None:
         ({"entry_point": "other.py::run"}, "is not among its files"),
     ],
 )
-def test_a_solution_that_cannot_be_called_is_refused(spec: dict[str, Any], why: str) -> None:
+def test_a_solution_that_cannot_be_called_is_refused(spec: dict[str, Any], why: str, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match=why):
-        source_of(solution(RETURNS, **spec), import_definition(definition(), workload()))
+        source_of(solution(RETURNS, **spec), import_definition(definition(), workload(), tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -218,10 +243,10 @@ def test_a_solution_that_cannot_be_called_is_refused(spec: dict[str, Any], why: 
     ],
     ids=["cuda", "python", "triton"],
 )  # fmt: skip
-def test_a_kernel_comes_back_as_it_was(source: KernelSource) -> None:
+def test_a_kernel_comes_back_as_it_was(source: KernelSource, tmp_path: Path) -> None:
     case = CASES[0]
     written = msgspec.json.encode(solution_of(source, case, "sm90"))
-    imported = import_definition(definition_of(case), workload_of(case))
+    imported = import_definition(definition_of(case), workload_of(case), tmp_path)
     assert source_of(msgspec.json.decode(written, type=Solution), imported).digest == source.digest
 
 
@@ -245,7 +270,7 @@ def verdict(code: Code, speedup: float | None = None) -> Verdict:
         case=CASES[0], status=code.status, reasons=(Reason(code=code, message="because"),), label="mine",
         source_digest="ab" * 32, timing=timing, judged_at="2026-01-01T00:00:00Z",
         machine=Machine(platform="cpu", device="A CPU", software={"torch": "2.9"}),
-        checks=(Check(regime="well_conditioned", output="c", error=3.0, bound=12.0, passed=True),),
+        checks=(Check(input_distribution="well_conditioned", output="c", error=3.0, bound=12.0, passed=True),),
     )  # fmt: skip
 
 
@@ -295,7 +320,7 @@ def test_a_set_is_read_and_what_is_broken_in_it_is_named(tmp_path: Path) -> None
     assert [len(part) for part in (found.solutions, found.workloads, found.traces)] == [1, 1, 1]
     assert isinstance(found.traces[0], Trace)
     assert len(found.problems) == 2
-    assert "two.json is no Definition of FlashInfer-Trace" in found.problems[0]
+    assert "two.json is no TraceDefinition of FlashInfer-Trace" in found.problems[0]
     assert "w.jsonl, line 2 is no Trace" in found.problems[1]
     with pytest.raises(UsageError, match="definitions/ is not there"):
         read_trace_set(tmp_path / "definitions")

@@ -52,7 +52,7 @@ def change(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Change settings of the shared gate for one test."""
 
     def change(**fields: Any) -> None:
-        monkeypatch.setattr(gate._bench, "settings", msgspec.structs.replace(gate.settings, **fields))
+        monkeypatch.setattr(gate._context, "settings", msgspec.structs.replace(gate.settings, **fields))
 
     return change
 

@@ -87,7 +87,7 @@ def test_a_refusal_is_a_verdict_and_the_next_case_starts_afresh(
     count: int, said: str, refusing: Gate, cpp: Cpp
 ) -> None:
     assert refusing.judge(rows(64), cpp()).status is Status.ACCEPTED
-    processes = refusing._bench.processes
+    processes = refusing._context.processes
     before = {processes.oracle().process, processes.template("torch").process}
     verdict = refusing.judge(rows(count), cpp())
     assert (verdict.status, verdict.code) == (Status.SKIPPED, Code.SKIPPED_REFERENCE)
@@ -131,7 +131,7 @@ def test_what_is_known_beforehand_starts_nothing(gate: Gate, cpp: Cpp, monkeypat
     assert "cannot run gemm-64x64x64-fp32 on cpu: it takes no gemm today; no other" in verdict.reasons[0].message
 
 
-def test_who_takes_the_case_is_the_next_step(gate: Gate, cpp: Cpp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_names_who_takes_the_case(gate: Gate, cpp: Cpp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "platform", "sm120")
     monkeypatch.setattr("pytest_klineage.surfaces.cpp.CppBackend.platforms", ("sm120",))
     case = make_case("fmha", (1, 1, 64, 256), "fp16", "cudnn")

@@ -21,7 +21,7 @@ from pytest_klineage.gate.supervise import (
     WorkerProcess,
     worker_environment,
 )
-from pytest_klineage.records.messages import FromWorker, Job, Loaded, LoadFailed, Stop
+from pytest_klineage.records.messages import FromWorker, Job, KernelLoaded, LoadFailed, StopWorker
 
 Start = Callable[..., tuple[Worker, Channel]]
 
@@ -102,7 +102,7 @@ class TestEnvironment:
         assert failed.message.count("OMP_NUM_THREADS") == 3
         assert "open-sesame" not in failed.message
 
-    def test_the_worker_sees_neutral_variables_and_private_directories(self, start: Start) -> None:
+    def test_the_worker_gets_neutral_variables_and_private_dirs(self, start: Start) -> None:
         worker, channel = start("import os\nraise RuntimeError(sorted(os.environ.items()))\n")
         failed = answer(channel)
         assert isinstance(failed, LoadFailed)
@@ -139,7 +139,7 @@ class TestLogDrain:
     def test_a_short_log_is_kept_whole(self) -> None:
         assert self.write(LogDrain(), b"tile ", b"3\n") == "tile 3\n"
 
-    def test_a_long_log_is_read_to_its_end_and_only_its_beginning_is_kept(self) -> None:
+    def test_a_long_log_is_drained_and_its_beginning_kept(self) -> None:
         drain = LogDrain()
         text = self.write(drain, b"first", *[b"x" * 65536] * 20, b"last")
         assert text.startswith("first")
@@ -161,10 +161,10 @@ class TestLogDrain:
 
 
 class TestWorker:
-    def test_a_loaded_worker_says_so_and_ends_with_status_0_when_told_to_stop(self, start: Start) -> None:
+    def test_a_loaded_worker_stops_with_status_0(self, start: Start) -> None:
         worker, channel = start("def run(): pass\n")
-        assert isinstance(answer(channel), Loaded)
-        channel.send(Stop())
+        assert isinstance(answer(channel), KernelLoaded)
+        channel.send(StopWorker())
         ended = worker.end(grace_s=30)
         assert (ended.exit_code, ended.signal, ended.killed) == (0, None, False)
 
@@ -187,7 +187,7 @@ class TestWorker:
             ("import ctypes\nctypes.string_at(0)", None, signal.SIGSEGV),
         ],
     )
-    def test_how_it_ended_is_told(self, how: str, exit_code: int | None, number: int | None, start: Start) -> None:
+    def test_how_it_ended_is_reported(self, how: str, exit_code: int | None, number: int | None, start: Start) -> None:
         worker, _channel = start(how)
         ended = worker.end(grace_s=30)
         assert (ended.exit_code, ended.signal, ended.killed) == (exit_code, number, False)
@@ -198,7 +198,7 @@ class TestWorker:
 
     def test_its_private_directory_goes_with_it(self, start: Start) -> None:
         worker, channel = start("open('scratch', 'w').write('x')\ndef run(): pass\n")
-        assert isinstance(answer(channel), Loaded)
+        assert isinstance(answer(channel), KernelLoaded)
         assert (Path(worker.workdir) / "scratch").exists()
         worker.end()
         assert not Path(worker.workdir).exists()
@@ -208,7 +208,7 @@ class TestWorker:
             "import os, sys\nprint('out', flush=True)\nos.write(2, b'err')\n"
             "assert sys.stdin.read() == ''\ndef run(): pass\n"
         )
-        assert isinstance(answer(channel), Loaded)
+        assert isinstance(answer(channel), KernelLoaded)
         worker.end()
         assert worker.log.text() == "out\nerr"
 
@@ -227,7 +227,7 @@ class TestWorker:
             sandbox=sandbox,
             allow_processes=True,
         )
-        assert isinstance(answer(channel), Loaded)
+        assert isinstance(answer(channel), KernelLoaded)
         until(lambda: processes_named(name) != [])
         worker.end()
         until(lambda: processes_named(name) == [])
@@ -235,10 +235,10 @@ class TestWorker:
     def test_two_workers_of_one_template_live_and_end_apart(self, start: Start) -> None:
         first, one = start("def run(): pass\n")
         second, two = start("def run(): pass\n")
-        assert isinstance(answer(one), Loaded)
-        assert isinstance(answer(two), Loaded)
+        assert isinstance(answer(one), KernelLoaded)
+        assert isinstance(answer(two), KernelLoaded)
         first.end()
-        two.send(Stop())
+        two.send(StopWorker())
         assert second.end(grace_s=30).exit_code == 0
 
     def test_a_template_survives_a_hundred_ends_of_nothing(self, template: WorkerProcess, start: Start) -> None:
@@ -275,13 +275,13 @@ class TestProcesses:
         finally:
             process.close()
 
-    def test_a_missing_torch_is_told_with_its_remedy(self, tmp_path: Path) -> None:
+    def test_a_missing_torch_is_reported_with_its_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
         paths = os.pathsep.join([str(tmp_path), worker_environment(1).get("PYTHONPATH", "")])
         process = WorkerProcess("oracle", threads=1, environment={"PYTHONPATH": paths})
         try:
             with pytest.raises(MissingDependency, match=r"pip install 'pytest-klineage\[cpu\]'"):
-                process.ask(Stop(), FromWorker, 60)
+                process.ask(StopWorker(), FromWorker, 60)
         finally:
             process.close()
 
@@ -290,7 +290,7 @@ class TestProcesses:
         try:
             process.process.send_signal(signal.SIGSTOP)
             with pytest.raises(DeadlineExceeded, match=r"did not answer within 0.05 s"):
-                process.ask(Stop(), FromWorker, 0.05)
+                process.ask(StopWorker(), FromWorker, 0.05)
         finally:
             process.close()
         assert process.process.poll() is not None

@@ -1,4 +1,4 @@
-"""Small cases of every operator, awkward on purpose, and the parameters `key`, `rounded_key` and `regime` over them."""
+"""Small cases of every operator, awkward on purpose, and the parameters over them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def operator_of(key: str) -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name in {"key", "rounded_key"} & set(metafunc.fixturenames):
         keys = [key for key in SHAPES if name == "key" or not OPERATORS[operator_of(key)].exact]
-        if "regime" in metafunc.fixturenames:
-            pairs = [(key, regime) for key in keys for regime in OPERATORS[operator_of(key)].regimes]
-            metafunc.parametrize((name, "regime"), pairs)
+        if "input_distribution" in metafunc.fixturenames:
+            pairs = [
+                (key, input_distribution)
+                for key in keys
+                for input_distribution in OPERATORS[operator_of(key)].input_distributions
+            ]
+            metafunc.parametrize((name, "input_distribution"), pairs)
         else:
             metafunc.parametrize(name, keys)
 

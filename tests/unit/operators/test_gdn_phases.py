@@ -26,7 +26,11 @@ SHAPES: dict[str, tuple[str, tuple[int, ...], dict[str, bool]]] = {
 }
 """Small and awkward: chunks that are not full, several heads to a phase head."""
 KEYS = [(phase, dtype) for phase, (name, *_) in SHAPES.items() for dtype in OPERATORS[name].dtypes]
-REGIMES = [(phase, dtype, regime) for phase, dtype in KEYS for regime in OPERATORS[SHAPES[phase][0]].regimes]
+DISTRIBUTIONS = [
+    (phase, dtype, input_distribution)
+    for phase, dtype in KEYS
+    for input_distribution in OPERATORS[SHAPES[phase][0]].input_distributions
+]
 SETTINGS = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -35,8 +39,8 @@ def small(phase: str, dtype: str = "fp32") -> KernelCase:
     return make_case(name, shape, dtype, "torch", **options)
 
 
-def draw(case: KernelCase, regime: str = "well_conditioned", seed: int = 1) -> Tensors:
-    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), regime)
+def draw(case: KernelCase, input_distribution: str = "well_conditioned", seed: int = 1) -> Tensors:
+    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), input_distribution)
 
 
 def close(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -47,11 +51,11 @@ def close(first: torch.Tensor, second: torch.Tensor) -> bool:
 # --- definitions ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("regime", OPERATORS["gdn"].regimes)
+@pytest.mark.parametrize("input_distribution", OPERATORS["gdn"].input_distributions)
 @pytest.mark.parametrize("state", [False, True])
-def test_the_phases_after_one_another_are_gdn(regime: str, state: bool) -> None:
+def test_the_phases_after_one_another_are_gdn(input_distribution: str, state: bool) -> None:
     whole = make_case("gdn", (2, 4, 16, 16, 150), "fp32", "torch", initial_state=state)
-    inputs = {name: tensor.double() for name, tensor in draw(whole, regime).items()}
+    inputs = {name: tensor.double() for name, tensor in draw(whole, input_distribution).items()}
     shape = (2, 4, 16, 16, 150)
     cumsum, solve = (
         make_case("gdn_cumsum", (4, 16, 150), "fp32", "torch"),
@@ -65,17 +69,17 @@ def test_the_phases_after_one_another_are_gdn(regime: str, state: bool) -> None:
     assert all(close(answer[name] / scale, expected[name] / scale) for name in expected)
 
 
-def test_cumsum_starts_anew_at_every_chunk() -> None:
+def test_cumsum_restarts_at_every_chunk() -> None:
     case = make_case("gdn_cumsum", (1, 2, 5), "fp32", "torch")
     g = torch.tensor([[-1.0], [-2.0], [-4.0], [-8.0], [-16.0]])
     expected = torch.tensor([[-1.0], [-3.0], [-4.0], [-12.0], [-16.0]], dtype=torch.float64)
     assert torch.equal(OPERATORS["gdn_cumsum"].oracle(case, {"g": g})["gc"], expected)
 
 
-@pytest.mark.parametrize("regime", OPERATORS["gdn_kkt_solve"].regimes)
-def test_the_inverse_inverts(regime: str) -> None:
+@pytest.mark.parametrize("input_distribution", OPERATORS["gdn_kkt_solve"].input_distributions)
+def test_the_inverse_inverts(input_distribution: str) -> None:
     case = small("kkt_solve")
-    x = draw(case, regime)
+    x = draw(case, input_distribution)
     inverse = in_chunks(OPERATORS["gdn_kkt_solve"].oracle(case, x)["inverse"], 16)
     keys = in_chunks(x["k"].double(), 16).repeat_interleave(3, dim=1)
     system = lower_system(keys, in_chunks(x["gc"].double(), 16, repeat_last=True), in_chunks(x["beta"].double(), 16))
@@ -117,10 +121,10 @@ def test_inputs_and_answers_fit_the_signature(phase: str, dtype: str) -> None:
     operator, inputs = OPERATORS[case.operator], draw(case)
     names = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     signature = operator.signature(case)
-    honest, oracle = operator.honest(case, inputs), operator.oracle(case, inputs)
+    baseline_output, oracle = operator.baseline_output(case, inputs), operator.oracle(case, inputs)
     assert list(inputs) == [spec.name for spec in signature.inputs]
-    assert list(honest) == list(oracle) == [spec.name for spec in signature.outputs]
-    for specs, tensors in ((signature.inputs, inputs), (signature.outputs, honest)):
+    assert list(baseline_output) == list(oracle) == [spec.name for spec in signature.outputs]
+    for specs, tensors in ((signature.inputs, inputs), (signature.outputs, baseline_output)):
         for spec in specs:
             assert (tensors[spec.name].shape, tensors[spec.name].dtype) == (spec.shape, names[spec.dtype])
             assert tensors[spec.name].is_contiguous()
@@ -132,14 +136,18 @@ def test_inputs_and_answers_fit_the_signature(phase: str, dtype: str) -> None:
 @pytest.mark.parametrize("phase", SHAPES)
 def test_the_generator_decides_every_number_and_none_is_trivial(phase: str) -> None:
     case = small(phase)
-    for regime in OPERATORS[case.operator].regimes:
-        first, again, other = draw(case, regime, 1), draw(case, regime, 1), draw(case, regime, 2)
-        assert all(torch.equal(first[name], again[name]) for name in first), regime
-        assert all(not torch.equal(first[name], other[name]) for name in first), regime
-        assert all(len(tensor.unique()) > 1 for tensor in first.values()), regime
+    for input_distribution in OPERATORS[case.operator].input_distributions:
+        first, again, other = (
+            draw(case, input_distribution, 1),
+            draw(case, input_distribution, 1),
+            draw(case, input_distribution, 2),
+        )
+        assert all(torch.equal(first[name], again[name]) for name in first), input_distribution
+        assert all(not torch.equal(first[name], other[name]) for name in first), input_distribution
+        assert all(len(tensor.unique()) > 1 for tensor in first.values()), input_distribution
 
 
-def test_regimes_keep_their_promises() -> None:
+def test_input_distributions_keep_their_promises() -> None:
     case = make_case("gdn_kkt_solve", (2, 8, 32, 16, 64), "fp32", "torch")
     sums = draw(case, "strong_gates")["gc"]
     assert bool((sums[:, 0] == 0).all())
@@ -175,14 +183,14 @@ def test_costs(phase: str, flops: float, bytes_moved: float) -> None:
 # --- tolerance --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "dtype", "regime"), REGIMES)
-def test_the_unit_models_the_honest_error_and_null_models_are_wrong(phase: str, dtype: str, regime: str) -> None:
+@pytest.mark.parametrize(("phase", "dtype", "input_distribution"), DISTRIBUTIONS)
+def test_error_scale_models_the_baseline_and_null_models_fail(phase: str, dtype: str, input_distribution: str) -> None:
     case = small(phase, dtype)
-    operator, inputs = OPERATORS[case.operator], draw(case, regime)
+    operator, inputs = OPERATORS[case.operator], draw(case, input_distribution)
     expected = Expected(operator, case, inputs)
     assert max(expected.bounds.values()) <= 3 * SLACK
-    assert expected.accepts(operator.honest(case, inputs))
-    other = operator.oracle(case, draw(case, regime, seed=2))
+    assert expected.accepts(operator.baseline_output(case, inputs))
+    other = operator.oracle(case, draw(case, input_distribution, seed=2))
     answers = dict(null_models(operator, case, inputs, other, torch.Generator().manual_seed(5)))
     assert len(answers) == 5
     assert [name for name, outputs in answers.items() if expected.accepts(outputs)] == []
@@ -205,7 +213,7 @@ def test_an_fp32_case_computed_from_rounded_inputs_is_wrong(phase: str) -> None:
     kept = () if phase == "cumsum" else ("gc", "beta")
     low = {name: tensor if name in kept else to_tf32(tensor) for name, tensor in inputs.items()}
     expected = Expected(operator, case, inputs)
-    for name, error in expected.errors(operator.honest(case, low)).items():
+    for name, error in expected.errors(operator.baseline_output(case, low)).items():
         assert error > 10 * expected.bounds[name], name
 
 
@@ -226,8 +234,8 @@ def test_powers_of_the_system_are_wrong_where_keys_are_alike() -> None:
 def test_blocks_in_half_precision_are_right_in_bf16() -> None:
     # What tensor cores do: diagonal blocks by substitution in fp32, everything below by fp16 operands.
     case = make_case("gdn_kkt_solve", (1, 3, 64, 32, 96), "bf16", "torch")
-    for regime in OPERATORS["gdn_kkt_solve"].regimes:
-        x = draw(case, regime)
+    for input_distribution in OPERATORS["gdn_kkt_solve"].input_distributions:
+        x = draw(case, input_distribution)
         keys = in_chunks(x["k"].float(), 32).repeat_interleave(3, dim=1)
         system = lower_system(keys, in_chunks(x["gc"], 32, repeat_last=True), in_chunks(x["beta"], 32))
         eye = torch.eye(16)
@@ -239,14 +247,14 @@ def test_blocks_in_half_precision_are_right_in_bf16() -> None:
         inverse = torch.zeros_like(system)
         inverse[..., :16, :16], inverse[..., 16:, 16:], inverse[..., 16:, :16] = first, second, second @ corner
         expected = Expected(OPERATORS["gdn_kkt_solve"], case, x)
-        assert expected.errors({"inverse": joined(inverse, 96).bfloat16()})["inverse"] < 0.5 * SLACK, regime
+        assert expected.errors({"inverse": joined(inverse, 96).bfloat16()})["inverse"] < 0.5 * SLACK, input_distribution
 
 
 @pytest.mark.parametrize("phase", ["fused_fwd", "fused_fwd-state"])
 def test_a_state_carried_in_low_precision_is_wrong(phase: str) -> None:
     case = small(phase)
     inputs = draw(case)
-    right = OPERATORS["gdn_fused_fwd"].honest(case, inputs)
+    right = OPERATORS["gdn_fused_fwd"].baseline_output(case, inputs)
     rounded = {**right, "state": right["state"].bfloat16().float()}
     assert not Expected(OPERATORS["gdn_fused_fwd"], case, inputs).accepts(rounded)
 
@@ -257,40 +265,40 @@ def test_a_forgotten_beta_or_decay_is_wrong(dtype: str) -> None:
     operator, inputs = OPERATORS["gdn_fused_fwd"], draw(case)
     expected = Expected(operator, case, inputs)
     for name, instead in (("beta", torch.ones_like), ("gc", torch.zeros_like)):
-        assert not expected.accepts(operator.honest(case, {**inputs, name: instead(inputs[name])})), name
+        assert not expected.accepts(operator.baseline_output(case, {**inputs, name: instead(inputs[name])})), name
 
 
 # --- symmetries -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("phase", "dtype", "regime"), REGIMES)
-def test_a_disguised_problem_has_other_bytes_and_the_same_answer(phase: str, dtype: str, regime: str) -> None:
+@pytest.mark.parametrize(("phase", "dtype", "input_distribution"), DISTRIBUTIONS)
+def test_a_transformed_problem_has_the_same_answer(phase: str, dtype: str, input_distribution: str) -> None:
     case = small(phase, dtype)
-    operator, inputs = OPERATORS[case.operator], draw(case, regime)
+    operator, inputs = OPERATORS[case.operator], draw(case, input_distribution)
     before = {name: tensor.clone() for name, tensor in inputs.items()}
-    disguised, undo = operator.disguise(case, inputs, torch.Generator().manual_seed(11))
-    assert list(disguised) == list(inputs)
+    transformed, undo = operator.symmetry_transform(case, inputs, torch.Generator().manual_seed(11))
+    assert list(transformed) == list(inputs)
     for name, tensor in inputs.items():
         assert torch.equal(tensor, before[name]), f"{name} was changed"
-        assert (disguised[name].shape, disguised[name].dtype) == (tensor.shape, tensor.dtype)
-        assert disguised[name].is_contiguous()
-        assert not torch.equal(disguised[name], tensor), name
-    expected, answer = Expected(operator, case, inputs), operator.honest(case, disguised)
+        assert (transformed[name].shape, transformed[name].dtype) == (tensor.shape, tensor.dtype)
+        assert transformed[name].is_contiguous()
+        assert not torch.equal(transformed[name], tensor), name
+    expected, answer = Expected(operator, case, inputs), operator.baseline_output(case, transformed)
     assert expected.accepts(undo(answer))
     assert not expected.accepts(answer)
     if dtype == "fp32":
-        original, undone = operator.oracle(case, inputs), undo(operator.oracle(case, disguised))
+        original, undone = operator.oracle(case, inputs), undo(operator.oracle(case, transformed))
         for name, output in original.items():
             assert float((undone[name] - output).abs().max() / output.abs().max()) < 1e-12
 
 
-@pytest.mark.parametrize(("phase", "dtype", "regime"), REGIMES)
-def test_a_nudge_changes_one_element_and_shows(phase: str, dtype: str, regime: str) -> None:
+@pytest.mark.parametrize(("phase", "dtype", "input_distribution"), DISTRIBUTIONS)
+def test_a_perturbation_changes_one_element_and_shows(phase: str, dtype: str, input_distribution: str) -> None:
     case = small(phase, dtype)
-    operator, inputs = OPERATORS[case.operator], draw(case, regime)
-    unchanged = operator.honest(case, inputs)
+    operator, inputs = OPERATORS[case.operator], draw(case, input_distribution)
+    unchanged = operator.baseline_output(case, inputs)
     for seed in range(4):
-        changed = operator.nudge(case, inputs, torch.Generator().manual_seed(seed))
+        changed = operator.perturb(case, inputs, torch.Generator().manual_seed(seed))
         assert sum(int((changed[name] != tensor).sum()) for name, tensor in inputs.items()) == 1
         expected = Expected(operator, case, changed)
         assert max(error / expected.bounds[name] for name, error in expected.errors(unchanged).items()) >= 2
@@ -302,10 +310,10 @@ def test_a_nudge_changes_one_element_and_shows(phase: str, dtype: str, regime: s
     st.sampled_from(["gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd"]),
     st.integers(0, 999),
 )
-def test_disguises_at_any_shape(sizes: tuple[int, ...], name: str, seed: int) -> None:
+def test_symmetry_transforms_at_any_shape(sizes: tuple[int, ...], name: str, seed: int) -> None:
     key_heads, group, *rest = sizes
     shape = (key_heads * group, *rest[1:]) if name == "gdn_cumsum" else (key_heads, key_heads * group, *rest)
     case = make_case(name, shape, "fp32", "torch")
     operator, inputs = OPERATORS[name], draw(case, seed=seed)
-    disguised, undo = operator.disguise(case, inputs, torch.Generator().manual_seed(seed))
-    assert Expected(operator, case, inputs).accepts(undo(operator.honest(case, disguised)))
+    transformed, undo = operator.symmetry_transform(case, inputs, torch.Generator().manual_seed(seed))
+    assert Expected(operator, case, inputs).accepts(undo(operator.baseline_output(case, transformed)))

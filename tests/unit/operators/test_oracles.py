@@ -1,4 +1,4 @@
-"""Oracles against independent definitions, and what the regimes promise."""
+"""Oracles against independent definitions, and what the input distributions promise."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from pytest_klineage.operators import OPERATORS, make_case
 from pytest_klineage.operators.fmha import BLOCK_ELEMENTS, blocks
-from pytest_klineage.operators.gdn_chunked import Problem, chunked, joined, rounding_variance, sequential
+from pytest_klineage.operators.gdn_chunked import GatedDeltaRule, chunked, joined, rounding_variance, sequential
 from pytest_klineage.records import KernelCase
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 MakeCase: TypeAlias = Callable[..., KernelCase]
 
 
-def draw(case: KernelCase, regime: str, seed: int = 1) -> Tensors:
-    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), regime)
+def draw(case: KernelCase, input_distribution: str, seed: int = 1) -> Tensors:
+    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), input_distribution)
 
 
 def close(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -33,11 +33,11 @@ def test_inputs_and_answers_fit_the_signature(key: str, dtype: str, small_case: 
     inputs = draw(case, "well_conditioned")
     names = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int64": torch.int64}
     signature = operator.signature(case)
-    honest, oracle = operator.honest(case, inputs), operator.oracle(case, inputs)
+    baseline_output, oracle = operator.baseline_output(case, inputs), operator.oracle(case, inputs)
     assert list(inputs) == [spec.name for spec in signature.inputs]
-    assert list(honest) == list(oracle) == [spec.name for spec in signature.outputs]
+    assert list(baseline_output) == list(oracle) == [spec.name for spec in signature.outputs]
     for spec, tensor in [(spec, inputs[spec.name]) for spec in signature.inputs] + [
-        (spec, honest[spec.name]) for spec in signature.outputs
+        (spec, baseline_output[spec.name]) for spec in signature.outputs
     ]:
         assert tensor.shape == spec.shape
         assert tensor.dtype == names[spec.dtype]
@@ -48,18 +48,22 @@ def test_inputs_and_answers_fit_the_signature(key: str, dtype: str, small_case: 
 
 def test_the_generator_decides_every_number(key: str, small_case: MakeCase) -> None:
     case = small_case(key)
-    for regime in OPERATORS[case.operator].regimes:
-        first, again, other = draw(case, regime, 1), draw(case, regime, 1), draw(case, regime, 2)
-        assert all(torch.equal(first[name], again[name]) for name in first), regime
-        assert all(not torch.equal(first[name], other[name]) for name in first), regime
+    for input_distribution in OPERATORS[case.operator].input_distributions:
+        first, again, other = (
+            draw(case, input_distribution, 1),
+            draw(case, input_distribution, 1),
+            draw(case, input_distribution, 2),
+        )
+        assert all(torch.equal(first[name], again[name]) for name in first), input_distribution
+        assert all(not torch.equal(first[name], other[name]) for name in first), input_distribution
 
 
 def test_no_input_is_trivial(key: str, small_case: MakeCase) -> None:
     # All zeros, all ones or all the same lets a kernel skip its work; all_equal differs between rows.
     case = small_case(key)
-    for regime in OPERATORS[case.operator].regimes:
-        for name, tensor in draw(case, regime).items():
-            assert len(tensor.unique()) > 1, (regime, name)
+    for input_distribution in OPERATORS[case.operator].input_distributions:
+        for name, tensor in draw(case, input_distribution).items():
+            assert len(tensor.unique()) > 1, (input_distribution, name)
 
 
 def test_gemm(small_case: MakeCase) -> None:
@@ -120,7 +124,7 @@ def test_fmha_works_in_blocks_of_heads() -> None:
     assert seen == [[0, 1], [2, 3], [4], [5, 6], [7, 8], [9]]
 
 
-def test_fmha_repeats_a_shared_key_head_for_each_of_its_query_heads() -> None:
+def test_fmha_repeats_a_shared_key_head_per_query_head() -> None:
     length = int((BLOCK_ELEMENTS / 3) ** 0.5)
     q = torch.zeros(1, 4, 1, 1).expand(1, 4, length, 1)
     k = torch.tensor([7, 8]).view(1, 2, 1, 1).expand(1, 2, length, 1)
@@ -138,15 +142,15 @@ def test_fmha_needles_dominate_and_lie_anywhere() -> None:
     assert int(heaviest.indices.min()) < 128
 
 
-def gdn_problem(tokens: int, regime: str, initial_state: bool = True) -> Problem:
+def gdn_problem(tokens: int, input_distribution: str, initial_state: bool = True) -> GatedDeltaRule:
     case = make_case("gdn", (2, 4, 16, 16, tokens), "fp32", "torch", initial_state=initial_state)
-    return OPERATORS["gdn"]._problem(case, draw(case, regime), torch.float64)
+    return OPERATORS["gdn"]._problem(case, draw(case, input_distribution), torch.float64)
 
 
-@pytest.mark.parametrize("regime", OPERATORS["gdn"].regimes)
+@pytest.mark.parametrize("input_distribution", OPERATORS["gdn"].input_distributions)
 @pytest.mark.parametrize(("tokens", "size"), [(192, 64), (100, 64), (7, 64), (50, 1), (64, 13)])
-def test_gdn_chunk_form_equals_the_recurrence(tokens: int, size: int, regime: str) -> None:
-    problem = gdn_problem(tokens, regime)
+def test_gdn_chunk_form_equals_the_recurrence(tokens: int, size: int, input_distribution: str) -> None:
+    problem = gdn_problem(tokens, input_distribution)
     o, state = sequential(problem)
     form = chunked(problem, size)
     scale = float(problem.v.abs().max())
@@ -182,25 +186,25 @@ def test_gdn_by_hand() -> None:
     assert close(answer["o"][1, 0], q @ expected / 2**0.5)
 
 
-@pytest.mark.parametrize("regime", ["well_conditioned", "gates_near_zero"])
-def test_gdn_error_model_follows_measured_errors(regime: str) -> None:
+@pytest.mark.parametrize("input_distribution", ["well_conditioned", "gates_near_zero"])
+def test_gdn_error_model_follows_measured_errors(input_distribution: str) -> None:
     # Float32 against float64: the mean square error in predicted variances, by output.
     ratios = []
     for seed in range(4):
         case = make_case("gdn", (1, 3, 32, 64, 256), "fp32", "torch")
-        x = draw(case, regime, seed)
+        x = draw(case, input_distribution, seed)
         problem = OPERATORS["gdn"]._problem(case, x, torch.float64)
         o, state = sequential(problem)
-        honest = OPERATORS["gdn"].honest(case, x)
+        baseline_output = OPERATORS["gdn"].baseline_output(case, x)
         model = rounding_variance(chunked(problem, 64), product=32 * 2.0**-48, fp32=2.0**-48)
-        measured = (honest["o"].transpose(0, 1) - o).square(), (honest["state"] - state).square()
+        measured = (baseline_output["o"].transpose(0, 1) - o).square(), (baseline_output["state"] - state).square()
         ratios.append([float((m / p).mean()) for m, p in zip(measured, (joined(model[0], 256), model[1]), strict=True)])
     # Rounding errors spread evenly up to half a unit in the last place: a fifth to a quarter of the unit roundoff.
     for ratio in torch.tensor(ratios).mean(0).sqrt().tolist():
         assert 0.1 < ratio < 0.4
 
 
-def test_gdn_regimes() -> None:
+def test_gdn_input_distributions() -> None:
     case = make_case("gdn", (2, 8, 16, 16, 64), "fp32", "torch")
     default = draw(case, "well_conditioned")
     assert int((default["g"] == 0).all(0).sum()) == 2

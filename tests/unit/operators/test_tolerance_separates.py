@@ -23,8 +23,8 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 MakeCase: TypeAlias = Callable[..., KernelCase]
 
 
-def draw(case: KernelCase, regime: str, seed: int = 1) -> Tensors:
-    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), regime)
+def draw(case: KernelCase, input_distribution: str, seed: int = 1) -> Tensors:
+    return OPERATORS[case.operator].make_inputs(case, torch.Generator().manual_seed(seed), input_distribution)
 
 
 def summed(count: int, term: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -105,20 +105,22 @@ DOWNGRADES = {
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_naive_fp32_summation_is_right(key: str, regime: str, dtype: str, small_case: MakeCase) -> None:
+def test_naive_fp32_summation_is_right(key: str, input_distribution: str, dtype: str, small_case: MakeCase) -> None:
     case = small_case(key, dtype)
-    inputs = draw(case, regime)
+    inputs = draw(case, input_distribution)
     expected = Expected(OPERATORS[case.operator], case, inputs)
-    types = {name: tensor.dtype for name, tensor in OPERATORS[case.operator].honest(case, inputs).items()}
+    types = {name: tensor.dtype for name, tensor in OPERATORS[case.operator].baseline_output(case, inputs).items()}
     actual = {name: tensor.to(types[name]) for name, tensor in NAIVE[case.operator](case, inputs).items()}
     # Half of the bound is left for the luck of other seeds and for longer sums.
     assert max(ratios(expected, actual).values()) <= 0.5
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_unit_models_the_honest_error(rounded_key: str, regime: str, dtype: str, small_case: MakeCase) -> None:
+def test_the_error_scale_models_the_baseline_error(
+    rounded_key: str, input_distribution: str, dtype: str, small_case: MakeCase
+) -> None:
     case = small_case(rounded_key, dtype)
-    expected = Expected(OPERATORS[case.operator], case, draw(case, regime))
+    expected = Expected(OPERATORS[case.operator], case, draw(case, input_distribution))
     # Were the unit too small somewhere, the honest run's error there would loosen the bound everywhere.
     assert max(expected.bounds.values()) <= 3 * SLACK
 
@@ -130,7 +132,7 @@ def test_an_fp32_case_computed_from_rounded_inputs_is_wrong(
     case = small_case(rounded_key)
     operator, inputs = OPERATORS[case.operator], draw(case, "well_conditioned")
     low = {name: tensor if name in ("g", "beta") else DOWNGRADES[downgrade](tensor) for name, tensor in inputs.items()}
-    for name, ratio in ratios(Expected(operator, case, inputs), operator.honest(case, low)).items():
+    for name, ratio in ratios(Expected(operator, case, inputs), operator.baseline_output(case, low)).items():
         assert ratio > 10, name
 
 
@@ -147,17 +149,19 @@ def test_accumulating_in_low_precision_is_wrong(dtype: str, small_case: MakeCase
 def test_a_state_carried_in_low_precision_is_wrong(small_case: MakeCase) -> None:
     case = small_case("gdn", "fp32")
     inputs = draw(case, "well_conditioned")
-    right = OPERATORS["gdn"].honest(case, inputs)
+    right = OPERATORS["gdn"].baseline_output(case, inputs)
     assert not Expected(OPERATORS["gdn"], case, inputs).accepts({**right, "state": right["state"].bfloat16().float()})
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_null_models_are_wrong_in_every_regime(key: str, regime: str, dtype: str, small_case: MakeCase) -> None:
+def test_null_models_are_wrong_for_every_distribution(
+    key: str, input_distribution: str, dtype: str, small_case: MakeCase
+) -> None:
     case = small_case(key, dtype)
-    operator, inputs = OPERATORS[case.operator], draw(case, regime)
+    operator, inputs = OPERATORS[case.operator], draw(case, input_distribution)
     expected, generator = Expected(operator, case, inputs), torch.Generator().manual_seed(5)
-    assert expected.accepts(operator.honest(case, inputs))
-    other = operator.oracle(case, draw(case, regime, seed=2))
+    assert expected.accepts(operator.baseline_output(case, inputs))
+    other = operator.oracle(case, draw(case, input_distribution, seed=2))
     answers = dict(null_models(operator, case, inputs, other, generator))
     assert list(answers) == ["zeros", "constant", "passthrough", "previous", "shuffled"]
     assert [name for name, outputs in answers.items() if expected.accepts(outputs)] == []
@@ -166,7 +170,7 @@ def test_null_models_are_wrong_in_every_regime(key: str, regime: str, dtype: str
 def test_null_models_have_the_types_and_shapes_of_the_signature(key: str, small_case: MakeCase) -> None:
     case = small_case(key, "bf16")
     operator, inputs = OPERATORS[case.operator], draw(case, "well_conditioned")
-    right = operator.honest(case, inputs)
+    right = operator.baseline_output(case, inputs)
     for name, outputs in null_models(operator, case, inputs, right, torch.Generator()):
         assert {o: (t.shape, t.dtype) for o, t in outputs.items()} == {
             o: (t.shape, t.dtype) for o, t in right.items()
@@ -190,12 +194,12 @@ def test_lint_finds_inputs_without_influence() -> None:
 def test_lint_finds_accepted_null_models(monkeypatch: pytest.MonkeyPatch, small_case: MakeCase) -> None:
     case = small_case("gdn")
     operator = OPERATORS["gdn"]
-    generous = operator.rounding_unit
+    generous = operator.error_scale
 
     def loose(*arguments: object) -> Tensors:
         return {name: unit + (1e9 if name == "state" else 0.0) for name, unit in generous(*arguments).items()}
 
-    monkeypatch.setattr(type(operator), "rounding_unit", lambda self, *arguments: loose(*arguments))
+    monkeypatch.setattr(type(operator), "error_scale", lambda self, *arguments: loose(*arguments))
     findings = lint_case(operator, case, torch.Generator().manual_seed(3))
     assert "zeros:state" in findings
     assert "zeros" not in findings
@@ -250,7 +254,7 @@ def test_summation_variance_predicts_sequential_sums() -> None:
 @pytest.mark.parametrize(
     ("dtype", "name"), [("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)]
 )
-def test_output_rounding_bounds_one_rounding_from_normal_to_subnormal(dtype: str, name: torch.dtype) -> None:
+def test_output_rounding_bounds_normal_to_subnormal(dtype: str, name: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     smallest = torch.finfo(name).smallest_normal
     values = torch.randn(4000, generator=generator, dtype=torch.float64) * torch.tensor([1.0, smallest]).repeat(2000)

@@ -19,7 +19,8 @@ from pytest_klineage.records import (
     from_json,
     to_json,
 )
-from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault, reply_json
+from pytest_klineage.records.codec import finite_json
+from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 CASE = make_case("gemm", (8, 8, 8), "fp32", "torch")
 
@@ -50,6 +51,7 @@ def verdict_on(request: JudgeRequest, **fields: Any) -> Verdict:
         {"reference_source": source("rival")},
         {"platforms": ("cpu",)},
         {"repeat": 1},
+        {"screen_against": 1.0},
     ],
     ids=lambda change: "-".join(change),
 )
@@ -71,7 +73,7 @@ def test_the_digest_survives_json() -> None:
 def test_a_reply_survives_json_with_infinite_errors() -> None:
     request = request_for()
     reply = JudgeReply(request=request.digest, verdict=verdict_on(request))
-    again = from_json(reply_json(reply), JudgeReply)
+    again = from_json(finite_json(reply), JudgeReply)
     again.check_answers(request)
     assert again.verdict is not None
     assert again.verdict.reasons[0].evidence["error"] > 1e300
@@ -94,6 +96,15 @@ def test_a_verdict_on_something_else_is_refused(change: dict[str, Any], said: st
     request = request_for()
     with pytest.raises(BadRecord, match=said):
         JudgeReply(request=request.digest, verdict=verdict_on(request, **change)).check_answers(request)
+
+
+def test_a_screening_is_no_full_judgement() -> None:
+    """Nor is a full judgement a wrong answer to a request for a screening: a wrong kernel is never timed."""
+    full, short = request_for(), request_for(screen_against=1.5)
+    with pytest.raises(BadRecord, match="is a screening, and a full judgement"):
+        JudgeReply(request=full.digest, verdict=verdict_on(full, screened=1.5)).check_answers(full)
+    for screened in (1.5, None):
+        JudgeReply(request=short.digest, verdict=verdict_on(short, screened=screened)).check_answers(short)
 
 
 def test_a_reply_is_a_verdict_or_a_fault() -> None:

@@ -15,6 +15,7 @@ from pytest_klineage.records import (
     Code,
     Edit,
     EditKind,
+    Interval,
     KernelCase,
     Lineage,
     LineageState,
@@ -31,7 +32,7 @@ from pytest_klineage.records import (
     json_schema,
     to_json,
 )
-from pytest_klineage.records.lineage import LARGEST_DOUBLE, finite
+from pytest_klineage.records.codec import LARGEST_DOUBLE, finite
 
 CASE = KernelCase(operator="gemm", shape={"M": 2, "N": 3, "K": 4}, dtype="fp32", reference="torch")
 NOTHING = Edit(kind=EditKind.UNIFIED_DIFF)
@@ -86,13 +87,13 @@ def test_digests_stay_when_the_walk_goes_on_towards_naive() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_a_changed_step_changes_itself_and_what_was_made_after_it(index: int) -> None:
+def test_a_changed_step_invalidates_itself_and_later_ones(index: int) -> None:
     whole = lineage("a", "b", "c", "d")
     steps = list(whole.transitions)
     steps[index] = msgspec.structs.replace(steps[index], locus="elsewhere")
     changed = chain(msgspec.structs.replace(whole, transitions=tuple(steps)))
     same = [one == other for one, other in zip(chain(whole), changed, strict=True)]
-    assert same == [place > index for place in range(3)]
+    assert same == [position > index for position in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -117,6 +118,20 @@ def test_the_chain_covers_every_field(fields: dict[str, Any]) -> None:
     assert chain(msgspec.structs.replace(whole, transitions=(changed,))) != chain(whole)
 
 
+def test_a_judged_step_of_an_author_leaves_others_alone() -> None:
+    """Steps of a hand-made lineage are judged one by one; cards that cite the others must still find them."""
+    whole = lineage("a", "b", "c", "d", termination=Termination.HAND_MADE)
+    judged = {"effect": Interval(2.0, 1.9, 2.1), "forward_verdict": verdict(), "backward": NOTHING}
+    for index, same in ((0, [False, True, True]), (2, [True, True, False])):
+        steps = list(whole.transitions)
+        steps[index] = msgspec.structs.replace(steps[index], **judged)
+        changed = chain(msgspec.structs.replace(whole, transitions=tuple(steps)))
+        assert [one == other for one, other in zip(chain(whole), changed, strict=True)] == same
+    steps = [*whole.transitions[:2], msgspec.structs.replace(whole.transitions[2], locus="elsewhere")]
+    changed = chain(msgspec.structs.replace(whole, transitions=tuple(steps)))
+    assert not set(changed) & set(chain(whole))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -138,7 +153,7 @@ def test_the_expert_and_the_place_are_in_every_digest() -> None:
     assert chain(other) != chain(lineage("a", "b"))
 
 
-def test_a_field_that_is_added_later_with_a_default_leaves_digests_alone() -> None:
+def test_a_new_field_with_a_default_keeps_digests() -> None:
     class Old(msgspec.Struct, frozen=True):
         name: str
         sizes: dict[str, int] = {}
@@ -188,7 +203,7 @@ def test_the_name_is_the_folder_below_experts() -> None:
     assert lineage("a").name == "gemm/cpu-cpp"
 
 
-def test_the_verdict_of_a_step_is_about_the_rederived_kernel_where_there_is_one() -> None:
+def test_a_steps_verdict_is_about_the_rederived_kernel() -> None:
     assert step("a", "b").forward_digest == "b"
     assert step("a", "b", rederived=Rederivation(edit=NOTHING, source_digest="c")).forward_digest == "c"
 

@@ -30,7 +30,6 @@ from pytest_klineage.records import (
     platform_name,
     speedup,
 )
-from pytest_klineage.records.platform import ALIASES
 from pytest_klineage.records.signature import contiguous_strides, dense, permuted
 from pytest_klineage.records.source import SUFFIXES
 
@@ -53,11 +52,11 @@ class TestCase:
     def test_the_id_names_operator_shape_and_dtype(self) -> None:
         assert case().id == "gemm-64x32x16-fp32"
 
-    def test_options_stand_at_the_end_of_the_id_in_alphabetical_order(self) -> None:
+    def test_options_end_the_id_in_alphabetical_order(self) -> None:
         options = {"window": 128, "causal": True, "layout": "bhsd", "bias": False}
         assert case(options=options).id == "gemm-64x32x16-fp32-bias=False-causal-bhsd-window=128"
 
-    def test_the_id_does_not_depend_on_the_order_in_which_options_were_given(self) -> None:
+    def test_the_id_ignores_the_order_of_options(self) -> None:
         assert case(options={"a": 1, "b": 2}).id == case(options={"b": 2, "a": 1}).id
 
     def test_the_id_does_not_depend_on_what_is_only_required(self) -> None:
@@ -68,7 +67,7 @@ class TestCase:
         with pytest.raises(UsageError, match="at_least must be positive"):
             case(at_least=value)
 
-    def test_the_case_at_another_shape_keeps_everything_but_the_further_shapes(self) -> None:
+    def test_another_shape_keeps_all_but_further_shapes(self) -> None:
         other = {"M": 1, "N": 2, "K": 3}
         moved = case(options={"causal": True}, at_least=2.0, also_shapes=(other,)).at_shape(other)
         assert moved == case(shape=other, options={"causal": True}, at_least=2.0)
@@ -134,12 +133,14 @@ class TestPlatform:
     def test_canonical_names_stand_for_themselves(self, name: str) -> None:
         assert platform_name(name) == platform_name(name.upper()) == name
 
-    @pytest.mark.parametrize(("alias", "name"), ALIASES.items())
+    @pytest.mark.parametrize(
+        ("alias", "name"), [("sm90a", "sm90"), ("sm_90", "sm90"), ("sm_120a", "sm120"), ("SM_103f", "sm103")]
+    )
     def test_aliases_stand_for_a_platform(self, alias: str, name: str) -> None:
         assert platform_name(alias) == platform_name(alias.upper()) == name
         assert name in PLATFORMS
 
-    @pytest.mark.parametrize("name", ["", "gpu", "sm80", "auto", "sm90 "])
+    @pytest.mark.parametrize("name", ["", "gpu", "sm75", "auto", "sm90 "])
     def test_other_names_are_refused_with_the_valid_ones(self, name: str) -> None:
         with pytest.raises(UnknownName) as caught:
             platform_name(name)
@@ -265,10 +266,10 @@ class TestSignature:
     def test_a_permuted_tensor_visits_every_element_once(self, data: st.DataObject) -> None:
         shape = data.draw(SHAPES)
         spec = permuted("x", "fp32", shape, tuple(data.draw(st.permutations(range(len(shape))))))
-        places = [0]
+        positions = [0]
         for size, step in zip(spec.shape, spec.strides, strict=True):
-            places = [place + index * step for place in places for index in range(size)]
-        assert sorted(places) == list(range(math.prod(shape)))
+            positions = [position + index * step for position in positions for index in range(size)]
+        assert sorted(positions) == list(range(math.prod(shape)))
 
     @given(SHAPES)
     def test_the_identity_order_is_dense(self, shape: tuple[int, ...]) -> None:

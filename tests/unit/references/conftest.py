@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references import Trial, choose
+from pytest_klineage.references import TrialTensors, choose
 from pytest_klineage.worker.reference_kernel import trial_of
 
 
@@ -41,10 +41,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def trial() -> Callable[..., Trial]:
+def trial() -> Callable[..., TrialTensors]:
     """What a worker on a GPU would hand over, on the CPU."""
 
-    def make(case: KernelCase, platform: str = "sm90") -> Trial:
+    def make(case: KernelCase, platform: str = "sm90") -> TrialTensors:
         return trial_of(case, platform, device="cpu")
 
     return make

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.references import Trial, Variant, choose, flags
+from pytest_klineage.references import TrialTensors, Variant, choose, flags
 from pytest_klineage.references.choose import WARMUP_CALLS, DeviceTimer
 from pytest_klineage.references.device import chosen_variant
 from pytest_klineage.references.refusals import UnsupportedCase
 
 
-def trial() -> Trial:
-    return Trial("sm90", {"x": torch.ones(2)}, {"y": torch.zeros(2)})
+def trial() -> TrialTensors:
+    return TrialTensors("sm90", {"x": torch.ones(2)}, {"y": torch.zeros(2)})
 
 
 def recording(log: list[str], name: str) -> Variant:
@@ -65,9 +65,9 @@ def test_enough_repetitions_by_default(clock: Any) -> None:
     assert clock.calls >= 20
 
 
-def test_only_what_may_be_charged_is_chosen(clock: Any) -> None:
+def test_only_countable_variants_are_chosen(clock: Any) -> None:
     clock.times_ms = (1.0, 2.0)
-    chosen = choose.choose({name: recording([], name) for name in "ab"}, trial(), chargeable=("b",))
+    chosen = choose.choose({name: recording([], name) for name in "ab"}, trial(), countable=("b",))
     assert chosen.name == "b"
     assert chosen.medians_ms == {"a": 1.0, "b": 2.0}
 
@@ -83,11 +83,11 @@ def test_what_cannot_run_is_left_out_and_recorded(clock: Any) -> None:
     with pytest.raises(UnsupportedCase, match="broken: RuntimeError: No available kernel"):
         choose.choose({"broken": Variant(refuse)}, trial())
     with pytest.raises(UnsupportedCase, match="broken"):
-        choose.choose({"broken": Variant(refuse), "a": recording([], "a")}, trial(), chargeable=("broken",))
+        choose.choose({"broken": Variant(refuse), "a": recording([], "a")}, trial(), countable=("broken",))
 
 
 @pytest.mark.parametrize(
-    ("said", "chargeable", "kind"),
+    ("said", "countable", "kind"),
     [
         ({"a": "no kernel", "b": "CUDA error: an illegal memory access was encountered"}, None, HarnessError),
         ({"a": "no kernel", "b": "CUDA error: an illegal memory access was encountered"}, ("a",), UnsupportedCase),
@@ -97,8 +97,8 @@ def test_what_cannot_run_is_left_out_and_recorded(clock: Any) -> None:
         ({"a": "no kernel"}, (), HarnessError),
     ],
 )
-def test_none_is_left_by_a_refusal_only_where_all_that_count_refused(
-    said: dict[str, str], chargeable: tuple[str, ...] | None, kind: type[Exception], clock: Any
+def test_a_refusal_needs_all_countable_variants(
+    said: dict[str, str], countable: tuple[str, ...] | None, kind: type[Exception], clock: Any
 ) -> None:
     def refusing(why: str) -> Variant:
         def call(inputs: Any, outputs: Any) -> None:
@@ -108,7 +108,7 @@ def test_none_is_left_by_a_refusal_only_where_all_that_count_refused(
 
     variants = {name: refusing(why) for name, why in said.items()}
     with pytest.raises(kind, match="no variant of the reference runs: ") as caught:
-        choose.choose(variants, trial(), chargeable=chargeable)
+        choose.choose(variants, trial(), countable=countable)
     assert type(caught.value) is kind
     assert all(why[:20] in str(caught.value) for why in said.values())
 
@@ -144,7 +144,7 @@ def knobs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return value
 
 
-def test_every_variant_runs_under_its_flags_and_the_best_keeps_them(knobs: dict[str, Any], clock: Any) -> None:
+def test_variants_run_under_their_flags_and_the_best_keeps_them(knobs: dict[str, Any], clock: Any) -> None:
     seen: dict[str, list[Any]] = {}
 
     def watching(name: str, **own: Any) -> Variant:
@@ -202,7 +202,7 @@ def no_thread_is_left() -> bool:
     return not [thread for thread in threading.enumerate() if thread.name.startswith("klineage-variant")]
 
 
-def test_a_variant_that_searches_is_not_given_the_plan_of_another(knobs: dict[str, Any]) -> None:
+def test_a_searching_variant_does_not_share_plans(knobs: dict[str, Any]) -> None:
     library = Library(knobs)
     chosen = choose.choose(searching(library), trial(), timer=library.time_ms)
     assert chosen.medians_ms == {"plain": 2.0, "plain+search": 1.0}
@@ -224,7 +224,7 @@ def test_the_chosen_one_is_warm_in_the_thread_that_will_call_it(knobs: dict[str,
     assert no_thread_is_left()
 
 
-def test_one_that_was_chosen_before_is_warmed_up_in_this_thread_alone(knobs: dict[str, Any]) -> None:
+def test_a_known_choice_is_warmed_up_in_this_thread_alone(knobs: dict[str, Any]) -> None:
     library = Library(knobs)
     choose.choose(searching(library), replace(trial(), only="plain+search"))
     assert library.made == [(threading.current_thread().name, "searched")]
@@ -256,12 +256,12 @@ class Lottery(Library):
         return {"plain": plain, "search": Variant(self, flags={"knob": "search"}, forget=self.forget)}
 
 
-def test_the_best_of_several_searches_is_compared_and_charged(knobs: dict[str, Any]) -> None:
+def test_the_best_of_several_searches_counts(knobs: dict[str, Any]) -> None:
     library = Lottery(knobs, 1.9, 2.4, 1.5, 1.6, 2.4, 1.6, 1.52, 0.1)
     chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
     assert choose.DRAWS == 4, "1.9 to 1.6 are compared; 2.4 and 1.6 are too slow to be charged"
     assert (chosen.name, chosen.medians_ms) == ("search", {"plain": 2.0, "search": 1.5})
-    assert chosen.charged_ms == 1.52
+    assert chosen.counted_ms == 1.52
     assert chosen.facts()["variant_ms.charged"] == "1.52000"
     chosen.variant({}, {})
     assert library.used[-1] == 1.52
@@ -270,30 +270,28 @@ def test_the_best_of_several_searches_is_compared_and_charged(knobs: dict[str, A
 def test_a_search_that_never_finds_it_again_ends(knobs: dict[str, Any]) -> None:
     library = Lottery(knobs, 1.0, *[1.5] * 100)
     chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
-    assert chosen.charged_ms == 1.5
+    assert chosen.counted_ms == 1.5
     assert len(library.made) == 1 + choose.DRAWS + choose.MOST_DRAWS
 
 
-def test_searches_that_find_nothing_leave_the_librarys_own_choice(knobs: dict[str, Any]) -> None:
+def test_empty_searches_leave_the_librarys_choice(knobs: dict[str, Any]) -> None:
     library = Lottery(knobs, *[2.1] * choose.DRAWS)
     chosen = choose.choose(library.variants(), trial(), timer=library.time_ms)
-    assert (chosen.name, chosen.charged_ms) == ("plain", 0.0)
+    assert (chosen.name, chosen.counted_ms) == ("plain", 0.0)
     assert "variant_ms.charged" not in chosen.facts()
     assert library.made[-1] == (threading.current_thread().name, 2.0)
 
 
-@pytest.mark.parametrize(("wanted_ms", "charged_ms"), [(1.5, 1.51), (0.0, 1.9)])
-def test_a_process_that_is_started_later_searches_until_it_is_as_fast(
-    wanted_ms: float, charged_ms: float, knobs: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("target_ms", "counted_ms"), [(1.5, 1.51), (0.0, 1.9)])
+def test_a_later_process_searches_until_as_fast(target_ms: float, counted_ms: float, knobs: dict[str, Any]) -> None:
     library = Lottery(knobs, 1.9, 1.6, 1.51, 0.1)
-    before = replace(trial(), only="search", only_ms=wanted_ms)
+    before = replace(trial(), only="search", only_ms=target_ms)
     chosen = choose.choose(library.variants(), before, timer=library.time_ms)
-    assert chosen.charged_ms == charged_ms
+    assert chosen.counted_ms == counted_ms
     assert {name for name, _ms in library.made} == {threading.current_thread().name}
 
 
-def test_what_a_later_process_is_told_is_what_was_compared() -> None:
+def test_a_later_process_gets_what_was_compared() -> None:
     facts = {"variant": "a+benchmark", "variant_ms.a": "2.00000", "variant_ms.a+benchmark": "1.50000"}
     assert chosen_variant(facts) == {"variant": "a+benchmark", "variant_ms": 1.5}
     assert chosen_variant({"torch": "2.11"}) == {"variant": "", "variant_ms": 0.0}
@@ -328,7 +326,7 @@ def test_no_thread_is_left_when_a_variant_fails(error: type[BaseException], cloc
         assert choose.choose(chosen_beside, trial()).name == "a"
         assert no_thread_is_left()
         with pytest.raises(UnsupportedCase, match="broken"):
-            choose.choose(chosen_beside, trial(), chargeable=("broken",))
+            choose.choose(chosen_beside, trial(), countable=("broken",))
     else:
         with pytest.raises(error):
             choose.choose(chosen_beside, trial())
@@ -391,7 +389,7 @@ def test_threads_are_on_the_gpu_and_the_stream_of_the_caller(monkeypatch: pytest
     state.device, state.stream = ours.device, ours
     on_gpu: Any = {"x": SimpleNamespace(device=torch.device("cuda", 1))}
     watching = Variant(lambda i, o: seen.add((state.device, id(state.stream))))
-    choose.choose({"a": watching, "b": watching}, Trial("sm90", on_gpu, {}))
+    choose.choose({"a": watching, "b": watching}, TrialTensors("sm90", on_gpu, {}))
     assert seen == {(ours.device, id(ours))}
 
 

@@ -63,7 +63,7 @@ def test_a_library_that_does_not_say_has_no_version(build: Build) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch brings cuBLAS")
-def test_a_torch_without_cuda_has_none() -> None:
+def test_a_torch_without_cuda_has_no_version() -> None:
     versions = CublasReference().versions()
     assert not versions.keys() & set(LIBRARIES)
     assert versions["torch"] == torch.__version__

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from pytest_klineage.errors import HarnessError, MissingDependency, UnknownName, UsageError
-from pytest_klineage.operators import DEFAULT_REGIME, OPERATORS, make_case, paper_case
+from pytest_klineage.operators import DEFAULT_DISTRIBUTION, OPERATORS, make_case, paper_case
 from pytest_klineage.operators.tolerance import Expected
-from pytest_klineage.records import KernelCase
-from pytest_klineage.references import REFERENCES, Trial, Variant, device, flags, reference
+from pytest_klineage.records import GPU_PLATFORMS, KernelCase
+from pytest_klineage.references import REFERENCES, SHIPPED, TrialTensors, Variant, device, flags, reference
 from pytest_klineage.references.device import DeviceReference
 from pytest_klineage.worker.reference_kernel import trial_of
 
-MakeTrial = Callable[..., Trial]
+MakeTrial = Callable[..., TrialTensors]
 
 RIGHT = {
     "topk": ("flashinfer", "topk", (5, 99, 20), "fp32", {}),
@@ -41,7 +41,7 @@ def case_of(key: str) -> KernelCase:
     return make_case(name, shape, dtype, ref, **options)
 
 
-def answer(call: Any, trial: Trial) -> dict[str, torch.Tensor]:
+def answer(call: Any, trial: TrialTensors) -> dict[str, torch.Tensor]:
     """What a prepared call gives for the trial's inputs, which it must not change."""
     before = {name: tensor.clone() for name, tensor in trial.inputs.items()}
     for tensor in trial.outputs.values():
@@ -57,20 +57,21 @@ def answer(call: Any, trial: Trial) -> dict[str, torch.Tensor]:
 def test_names_platforms_and_operators_are_known_without_torch() -> None:
     code = """
 import sys
+from pytest_klineage.records import GPU_PLATFORMS
 from pytest_klineage.references import REFERENCES
 facts = {name: (chosen.operators(), chosen.platforms, chosen.remedy) for name, chosen in REFERENCES.items()}
-assert facts["cublas"] == (("gemm",), ("sm90", "sm120"), "pip install torch"), facts
+assert facts["cublas"] == (("gemm",), tuple(GPU_PLATFORMS), "pip install torch"), facts
 assert facts["cudnn"][0] == ("conv2d", "fmha") and facts["flashinfer"][0] == ("fmha", "topk", "gdn")
 assert facts["fla"][0] == ("gdn", "gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd")
 assert set(facts["vendor"][0]) == set(facts["torch"][0])
-assert facts["torch"][1] == ("cpu", "sm90", "sm120")
+assert facts["torch"][1] == ("cpu", *GPU_PLATFORMS)
 sys.exit(any(name in sys.modules for name in ("torch", "flashinfer", "fla", "triton")))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_every_reference_runs_the_papers_cases_of_its_operators() -> None:
-    for name, chosen in REFERENCES.items():
+    for name, chosen in ((name, REFERENCES[name]) for name in SHIPPED):
         for operator in chosen.operators():
             chosen.check(paper_case(operator, "gpu", name), "sm90")
 
@@ -79,7 +80,7 @@ def test_every_reference_runs_the_papers_cases_of_its_operators() -> None:
 def test_a_cpu_is_refused_with_what_to_do(name: str) -> None:
     chosen = reference(name)
     case = paper_case(chosen.operators()[0], "gpu", name)
-    message = f"the reference {name} runs on sm90, sm120, not on cpu; on a CPU use ref='torch'"
+    message = f"the reference {name} runs on {', '.join(GPU_PLATFORMS)}, not on cpu; on a CPU use ref='torch'"
     with pytest.raises(UsageError, match=message):
         chosen.prepare(case)
     with pytest.raises(UsageError, match=message):
@@ -140,7 +141,7 @@ def test_conventions_are_translated_rightly(key: str, trial: MakeTrial) -> None:
 
 
 @pytest.mark.usefixtures("flashinfer")
-def test_gates_and_states_are_converted_outside_of_the_timed_call(trial: MakeTrial) -> None:
+def test_gates_and_states_are_converted_before_timing(trial: MakeTrial) -> None:
     case = case_of("gdn-state")
     made = trial(case)
     prepared = reference("flashinfer").prepare(case, made)
@@ -232,7 +233,7 @@ def test_gemm_takes_the_faster_of_two_libraries(switchboard: dict[str, Any], clo
 
 
 @pytest.mark.parametrize(("layout", "best"), [("nchw", "nchw+benchmark"), ("nhwc", "channels_last")])
-def test_convolution_is_charged_in_the_order_of_its_case(
+def test_convolution_counts_in_the_order_of_its_case(
     layout: str, best: str, switchboard: dict[str, Any], clock: Any, trial: MakeTrial
 ) -> None:
     clock.times_ms = (0.034, 0.033, 0.018, 0.0185)
@@ -362,7 +363,7 @@ def test_vendor_does_with_what_is_there(trial: MakeTrial) -> None:
 
 
 @pytest.mark.usefixtures("fla")
-def test_vendor_leaves_out_whom_a_case_does_not_suit(trial: MakeTrial) -> None:
+def test_vendor_excludes_unsuitable_libraries(trial: MakeTrial) -> None:
     case = make_case("gdn", (1, 2, 64, 64, 20), "bf16", "vendor")
     reference("vendor").prepare(case, trial(case))
     described = reference("vendor").describe(case)
@@ -370,10 +371,10 @@ def test_vendor_leaves_out_whom_a_case_does_not_suit(trial: MakeTrial) -> None:
     assert "D = 128, not 64" in described["absent.flashinfer"]
 
 
-def test_vendor_says_why_nobody_runs(
+def test_vendor_says_why_no_library_runs(
     monkeypatch: pytest.MonkeyPatch, switchboard: dict[str, Any], trial: MakeTrial
 ) -> None:
-    def broken(self: DeviceReference, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def broken(self: DeviceReference, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         raise RuntimeError("the driver is too old")
 
     monkeypatch.setattr(type(reference("cublas")), "variants", broken)
@@ -387,7 +388,7 @@ def test_a_trial_has_the_strides_of_its_case() -> None:
     made = trial_of(case, "sm90", device="cpu")
     specs = OPERATORS["fmha"].signature(case)
     assert {name: tensor.stride() for name, tensor in made.inputs.items()} == {s.name: s.strides for s in specs.inputs}
-    again = OPERATORS["fmha"].make_inputs(case, torch.Generator().manual_seed(20260401), DEFAULT_REGIME)
+    again = OPERATORS["fmha"].make_inputs(case, torch.Generator().manual_seed(20260401), DEFAULT_DISTRIBUTION)
     assert torch.equal(made.inputs["q"], again["q"])
 
 
@@ -402,7 +403,7 @@ def test_a_trial_has_the_strides_of_its_case() -> None:
         ("variant_ms.fa3", "0.00100", False),
     ],
 )
-def test_who_failed_to_take_part_is_a_note_and_who_cannot_is_none(key: str, said: str, noted: bool) -> None:
+def test_a_failed_library_is_a_note_and_an_unsuitable_one_is_not(key: str, said: str, noted: bool) -> None:
     name = key.partition(".")[2]
     note = f"{name} took no part in the reference, which may be faster with it: {said}"
     assert device.reference_notes({"label": "vendor", key: said}) == ([note] if noted else [])
@@ -412,9 +413,7 @@ def test_who_failed_to_take_part_is_a_note_and_who_cannot_is_none(key: str, said
     ("compared", "charged", "noted"),
     [("0.01600", "0.01950", True), ("0.01600", "0.01640", False), ("0.01600", None, False), (None, "0.01950", False)],
 )
-def test_a_search_that_did_not_find_its_best_plan_again_is_a_note(
-    compared: str | None, charged: str | None, noted: bool
-) -> None:
+def test_a_search_that_lost_its_best_plan_is_a_note(compared: str | None, charged: str | None, noted: bool) -> None:
     times = {"variant_ms.nchw": "0.03000", "variant_ms.nchw+benchmark": compared, "variant_ms.charged": charged}
     facts = {"variant": "nchw+benchmark", **{name: ms for name, ms in times.items() if ms is not None}}
     notes = device.reference_notes(facts)

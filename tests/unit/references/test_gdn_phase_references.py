@@ -14,7 +14,7 @@ from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.operators import OPERATORS, make_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references import Trial, reference
+from pytest_klineage.references import TrialTensors, reference
 
 CASES: dict[str, tuple[str, tuple[int, ...], str, dict[str, bool]]] = {
     "cumsum": ("gdn_cumsum", (6, 64, 150), "fp32", {}),
@@ -32,7 +32,7 @@ def case_of(key: str, ref: str) -> KernelCase:
     return make_case(name, shape, dtype, ref, **options)
 
 
-def answer(call: Any, trial: Trial) -> dict[str, torch.Tensor]:
+def answer(call: Any, trial: TrialTensors) -> dict[str, torch.Tensor]:
     """What a prepared call gives; it must not change its inputs and must fill every output."""
     before = {name: tensor.clone() for name, tensor in trial.inputs.items()}
     for tensor in trial.outputs.values():
@@ -56,7 +56,7 @@ def answer(call: Any, trial: Trial) -> dict[str, torch.Tensor]:
         ("gdn_fused_fwd", (2, 4, 16, 32, 70)),
     ],
 )
-def test_torch_is_right_in_every_regime(name: str, shape: tuple[int, ...], dtype: str) -> None:
+def test_torch_is_right_for_every_distribution(name: str, shape: tuple[int, ...], dtype: str) -> None:
     operator = OPERATORS[name]
     if dtype not in operator.dtypes:
         dtype = operator.dtypes[0]
@@ -64,13 +64,13 @@ def test_torch_is_right_in_every_regime(name: str, shape: tuple[int, ...], dtype
         options = {"initial_state": True} if option else {}
         case = make_case(name, shape, dtype, "torch", **options)
         call = reference("torch").prepare(case)
-        for regime in operator.regimes:
-            inputs = operator.make_inputs(case, torch.Generator().manual_seed(7), regime)
-            honest = operator.honest(case, inputs)
-            outputs = {key: torch.full_like(tensor, float("nan")) for key, tensor in honest.items()}
+        for input_distribution in operator.input_distributions:
+            inputs = operator.make_inputs(case, torch.Generator().manual_seed(7), input_distribution)
+            baseline_output = operator.baseline_output(case, inputs)
+            outputs = {key: torch.full_like(tensor, float("nan")) for key, tensor in baseline_output.items()}
             call(inputs, outputs)
             expected = Expected(operator, case, inputs)
-            assert expected.accepts(outputs), (regime, expected.errors(outputs), expected.bounds)
+            assert expected.accepts(outputs), (input_distribution, expected.errors(outputs), expected.bounds)
 
 
 def test_what_torch_has_not_is_labelled_as_composed() -> None:
@@ -86,7 +86,7 @@ def test_what_torch_has_not_is_labelled_as_composed() -> None:
 
 @pytest.mark.parametrize("key", CASES)
 @pytest.mark.usefixtures("fla_phases")
-def test_fla_is_asked_rightly(key: str, trial: Callable[..., Trial]) -> None:
+def test_fla_is_asked_rightly(key: str, trial: Callable[..., TrialTensors]) -> None:
     case = case_of(key, "fla")
     made = trial(case)
     prepared = reference("fla").prepare(case, made)
@@ -98,7 +98,7 @@ def test_fla_is_asked_rightly(key: str, trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.usefixtures("fla_phases")
-def test_both_of_its_solvers_are_tried(clock: Any, trial: Callable[..., Trial]) -> None:
+def test_both_of_its_solvers_are_tried(clock: Any, trial: Callable[..., TrialTensors]) -> None:
     case = case_of("kkt_solve", "fla")
     for times, best in (((0.1, 0.2), "kkt_solve"), ((0.2, 0.1), "kkt+solve_tril")):
         clock.times_ms, clock.calls = times, 0
@@ -109,7 +109,7 @@ def test_both_of_its_solvers_are_tried(clock: Any, trial: Callable[..., Trial]) 
 
 
 @pytest.mark.usefixtures("fla_phases")
-def test_vendors_of_the_phases(trial: Callable[..., Trial]) -> None:
+def test_vendors_of_the_phases(trial: Callable[..., TrialTensors]) -> None:
     for key, variants in (("cumsum", {"fla.chunk_local_cumsum", "torch.eager"}), ("fused_fwd", {"fla.w_u+h+o"})):
         case = case_of(key, "vendor")
         made = trial(case)
@@ -135,7 +135,7 @@ def test_what_fla_does_not_support_is_said(name: str, shape: tuple[int, ...], dt
 
 @pytest.mark.usefixtures("nothing_installed")
 @pytest.mark.parametrize("key", ["cumsum", "kkt_solve", "fused_fwd"])
-def test_an_absent_fla_is_named_with_its_remedy(key: str, trial: Callable[..., Trial]) -> None:
+def test_an_absent_fla_is_named_with_its_remedy(key: str, trial: Callable[..., TrialTensors]) -> None:
     case = case_of(key, "fla")
     with pytest.raises(MissingDependency, match="flash-linear-attention"):
         reference("fla").prepare(case, trial(case))
@@ -216,8 +216,8 @@ class SolveKernel:
             assert (BT, BC, USE_EXP2) == (64, 16, False)
             assert all(tensor.is_contiguous() for tensor in (k, g, beta, A))
             solved = solve_tril(chunk_scaled_dot_kkt_fwd(k.view(1, T, H, K), g.view(1, T, HV), beta.view(1, T, HV)))[0]
-            place = torch.arange(T) % BT
-            written = torch.arange(BT) // BC <= (place // BC)[:, None]
+            position = torch.arange(T) % BT
+            written = torch.arange(BT) // BC <= (position // BC)[:, None]
             A.copy_(torch.where(written[:, None], solved.to(A.dtype), A))
 
         return launch

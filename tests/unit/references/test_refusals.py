@@ -9,12 +9,12 @@ import pytest
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references import REFERENCES, Trial, UnsupportedCase, Variant, alternatives, reference
+from pytest_klineage.references import REFERENCES, TrialTensors, UnsupportedCase, Variant, alternatives, reference
 from pytest_klineage.references.device import DeviceReference
 from pytest_klineage.references.refusals import refusal_in, refuses
-from pytest_klineage.worker.runtime import describe
+from pytest_klineage.worker.failures import describe
 
-MakeTrial = Callable[..., Trial]
+MakeTrial = Callable[..., TrialTensors]
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> str:
@@ -89,12 +89,12 @@ class TestInATraceback:
             UsageError("the reference cublas runs on sm90, not on cpu"),
         ],
     )
-    def test_a_fault_is_none(self, error: Exception) -> None:
+    def test_a_fault_is_no_refusal(self, error: Exception) -> None:
         assert refusal_in(raised(error), tried=False) == ""
         assert refusal_in(raised(error, cause=ValueError("odd rows are not supported")), tried=False) == ""
 
     @pytest.mark.parametrize("text", ["", "ValueError: odd", "it ended", "Traceback (most recent call last):"])
-    def test_what_is_no_traceback_is_none(self, text: str) -> None:
+    def test_text_without_a_traceback_is_no_refusal(self, text: str) -> None:
         assert refusal_in(text, tried=False) == ""
 
 
@@ -104,7 +104,7 @@ class TestInATraceback:
 def planning(error: Exception) -> Callable[..., dict[str, Variant]]:
     """A library that cannot plan."""
 
-    def variants(self: DeviceReference, case: KernelCase, trial: Trial) -> dict[str, Variant]:
+    def variants(self: DeviceReference, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         raise error
 
     return variants
@@ -144,7 +144,7 @@ def test_one_fault_among_vendors_libraries_is_no_refusal(monkeypatch: pytest.Mon
         ("torch", "gemm", (4, 4, 4), "fp32", "cpu", ()),
     ],
 )
-def test_who_may_take_a_case_that_was_refused(
+def test_which_references_may_take_a_refused_case(
     ref: str, operator: str, shape: tuple[int, ...], dtype: str, platform: str, others: tuple[str, ...]
 ) -> None:
     """For gemm, vendor asks cublas alone: whom cublas has refused gets no answer there."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import pytest
 
 from pytest_klineage.records import Code, Interval, KernelCase, Machine, Reason, Timing, Verdict
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 MACHINE = Machine(platform="cpu", device="Test CPU @ 3 GHz", cores=2, software={"torch": "2.13.0"})
 

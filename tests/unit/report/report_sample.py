@@ -131,9 +131,9 @@ def write_trajectory(path: Path, method: str, operator: str, speeds: tuple[float
         failed = FAILURES[step % len(FAILURES)]
         verdict = verdict_of(operator, speed, code=None if speed else failed, digest=digest, label="", log=HOSTILE)
         best = max(filter(None, (best, speed)), default=None)
-        told = {"verdict": msgspec.to_builtins(verdict), "feedback": "text"}
+        note = {"verdict": msgspec.to_builtins(verdict), "feedback": "text"}
         events += [
-            Noted(topic="verdict", text=msgspec.json.encode(told).decode()),
+            Noted(topic="verdict", text=msgspec.json.encode(note).decode()),
             Judged(source_digest=digest, code=verdict.code, verdict="", call=step, speedup=speed, best_speedup=best),
         ]
     events += [Noted(topic="malformed", text=f"step {len(speeds)}: no fenced block"), Stopped(reason="budget")]
@@ -144,21 +144,24 @@ def write_lineage(folder: Path) -> Path:
     """Four states, naive first, with refused proposals of both kinds."""
     names, speeds = ("naive", "register-tile", "pack-b", "simd"), (0.05, 0.31, 0.92, 5.4)
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        (folder / f"{name}.cpp").write_text(f"// {name} {HOSTILE}\n")
+    (folder / "naive.cpp").write_text(f"// naive {HOSTILE}\n")
     states = tuple(
         LineageState(name=name, files=(StateFile("kernel.cpp", f"{name}.cpp"),), entry="run", source_digest=name,
                      verdict=verdict_of("gemm", speed, digest=name, reference_ms=11.1))
         for name, speed in zip(names, speeds, strict=True)
     )  # fmt: skip
-    edit = Edit(kind=EditKind.SEARCH_REPLACE, blocks=(Replacement("kernel.cpp", "a", "b"),))
+
+    def edit(old: str, new: str) -> Edit:
+        return Edit(kind=EditKind.SEARCH_REPLACE, blocks=(Replacement("kernel.cpp", f"// {old} ", f"// {new} "),))
+
     refused = tuple(
         Rejection(forward=forward, category=Category.PREFETCH, locus="inner loop", intent="hints", reason="is wrong",
                   verdict=verdict_of("gemm", speed, code=None if speed else Code.MISMATCH))
         for forward, speed in ((False, None), (True, 0.2))
     )  # fmt: skip
     transitions = tuple(
-        Transition(category=category, locus="loop", intent="i", before=before, after=after, backward=edit, forward=edit,
+        Transition(category=category, locus="loop", intent="i", before=before, after=after,
+                   backward=edit(after, before), forward=edit(before, after),
                    forward_verdict=verdict_of("gemm", 1.0), effect=Interval(3.0, 2.9, 3.1),
                    rejected=refused if category is Category.PACK else ())
         for category, (before, after) in zip((Category.REGISTER_TILE, Category.PACK, Category.SIMD), pairwise(names),

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from report_sample import verdict_of, write_run, write_trajectory
+from report_sample import case_of, verdict_of, write_run, write_trajectory
 
-from pytest_klineage.records import Code
+from pytest_klineage.records import Code, Verdict
 from pytest_klineage.report.assemble import COMMANDS, assemble
 from pytest_klineage.report.collect import collect
 from pytest_klineage.report.document import Figure, Mark, Report, Table, Tone
@@ -74,7 +74,7 @@ def test_a_failure_has_no_number_anywhere(report: Report) -> None:
     assert sum(point.y is None for point in points.values()) == 2
 
 
-def test_the_best_of_several_runs_counts_and_their_number_is_said(tmp_path: Path) -> None:
+def test_the_best_of_several_runs_counts_with_their_number(tmp_path: Path) -> None:
     for number, speeds in enumerate([(0.5, 2.0), (0.5, 3.0), (None, None)]):
         write_trajectory(tmp_path / f"{number}.jsonl", "klineage", "topk", speeds)
     rows = texts(table(assemble(collect([tmp_path])), "Speedups"))
@@ -83,7 +83,7 @@ def test_the_best_of_several_runs_counts_and_their_number_is_said(tmp_path: Path
     assert rows[0][-2:] == ["2/3", "accepted.faster"]
 
 
-def test_a_root_is_nobodys_result(tmp_path: Path) -> None:
+def test_a_root_is_no_methods_result(tmp_path: Path) -> None:
     path = write_trajectory(tmp_path / "1.jsonl", "klineage", "topk", (0.5,))
     path.write_bytes(b"".join(line for line in path.read_bytes().splitlines(True) if b"malformed" not in line))
     one = optimization_of(collect([path]).trajectories[0])
@@ -170,7 +170,25 @@ def test_held_out_instances_by_family(report: Report) -> None:
     assert len(texts(table(report, "One by one"))) == 2
 
 
-def test_the_papers_values_come_only_when_asked_for_and_name_their_device(report: Report, everything: Path) -> None:
+def test_effects_of_arms_have_intervals(tmp_path: Path) -> None:
+    def judged(label: str, speed: float) -> list[Verdict]:
+        return [verdict_of(name, speed, label=label, case=case_of(name, "flaggems")) for name in ("gemm", "topk")]
+
+    write_run(tmp_path, [*judged("idiom", 1.0), *judged("blind", 1.1), *judged("card", 1.21)])
+    report = assemble(collect([tmp_path]))
+    first, _second = texts(table(report, "Effects"))
+    assert first[0] == case_of("gemm", "flaggems").id
+    assert first[1].startswith("1.100x [")
+    assert first[2].startswith("1.100x [")
+    assert [figure.key for part in report.sections for figure in part.figures] == ["held-out-speedups"]
+    alone = tmp_path / "alone"
+    write_run(alone, judged("idiom", 1.0))
+    titles = " ".join(one.title for part in assemble(collect([alone])).sections for one in part.tables)
+    assert "One by one" in titles
+    assert "Effects" not in titles
+
+
+def test_paper_values_are_opt_in_and_name_their_device(report: Report, everything: Path) -> None:
     assert not [one for part in report.sections for one in part.tables if one.paper or "paper" in one.title]
     asked = assemble(collect([everything]), beside_paper=True)
     printed = [one for part in asked.sections for one in part.tables if one.paper]
@@ -257,7 +275,7 @@ def test_one_judgement_in_a_trajectory_and_in_a_run_counts_once(tmp_path: Path) 
     assert [(row[1], row[-2]) for row in rows] == [("klineage", "1/1")]
 
 
-def test_what_was_timed_beside_another_kernel_is_no_speedup_over_the_reference(tmp_path: Path) -> None:
+def test_a_timing_against_a_kernel_is_no_reference_speedup(tmp_path: Path) -> None:
     beside = msgspec.structs.replace(verdict_of("gemm", 7.0), reference={"label": "base", "digest": "0" * 64})
     write_run(tmp_path, [verdict_of("gemm", 2.0), beside])
     assert [row[3] for row in texts(table(assemble(collect([tmp_path])), "Means"))] == ["2.00x"]
@@ -275,7 +293,7 @@ def test_how_a_lineage_or_a_card_came_about_is_no_optimization(everything: Path,
     assert [section.key for section in assemble(collect([copy, walk])).sections] == ["lineages", "setup"]
 
 
-def test_kernels_whose_labels_say_what_they_do_are_named_by_their_tests(tmp_path: Path) -> None:
+def test_kernels_are_named_by_their_tests(tmp_path: Path) -> None:
     named = [verdict_of("gemm", 2.0, label="wgmma, multicast"), verdict_of("topk", 3.0, label="one digit")]
     write_run(tmp_path / "a", named, nodeid="test_main_tier.py::test_main_tier[{}-expert]")
     write_run(tmp_path / "b", named, nodeid="test_mine.py::test_{}")

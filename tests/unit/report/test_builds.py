@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.records import INSTRUCTIONS, Build, Code, KernelResources, Verdict
-from pytest_klineage.report.builds import HEADERS, only_built
-from pytest_klineage.report.tables import WIDTH, markdown_report, summary_lines, table_lines, terminal_report
+from pytest_klineage.report.tables import (
+    BUILDS,
+    WIDTH,
+    markdown_report,
+    only_built,
+    summary_lines,
+    table_lines,
+    terminal_report,
+)
 from pytest_klineage.results.runs import Run, RunInfo
 
 MakeVerdict = Callable[..., Verdict]
@@ -29,7 +36,7 @@ def built(make_verdict: MakeVerdict, code: Code = Code.ACCEPTED_BUILT, build: Bu
 
 def test_a_row_has_resources_instead_of_times(make_verdict: MakeVerdict) -> None:
     lines = table_lines([built(make_verdict)])
-    assert [word for name in HEADERS for word in name.split()] == lines[0].split()
+    assert [word for column in BUILDS for word in column.header.split()] == lines[0].split()
     assert lines[2].split() == [
         "gemm-64x64x64-fp32", "expert", "2", "168", "8", "stmatrix", "tma_load", "wgmma", "accepted",
     ]  # fmt: skip

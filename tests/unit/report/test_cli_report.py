@@ -81,6 +81,5 @@ def test_a_report_needs_no_torch(everything: Path, tmp_path: Path) -> None:
         "import sys; sys.modules['torch'] = None\n"
         "from pytest_klineage.cli.main import main\n"
         f"assert main(['report', {str(everything)!r}, '--html', {str(tmp_path / 'r.html')!r}]) == 0\n"
-        "assert 'matplotlib' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

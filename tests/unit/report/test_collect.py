@@ -46,7 +46,7 @@ def test_a_half_written_record_costs_its_own_line(tmp_path: Path) -> None:
     assert found.problems[0].next_step
 
 
-def test_records_of_another_schema_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_other_schemas_are_named_and_the_rest_is_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [verdict_of("gemm", 2.0)])
     lines = (folder / "records.jsonl").read_text().splitlines()
     other = lines[0].replace('"schema_version":1', '"schema_version":2')
@@ -79,7 +79,7 @@ def test_a_trajectory_with_a_damaged_line_keeps_its_others(tmp_path: Path) -> No
     assert [problem.where for problem in found.problems] == [f"{path}, line 2", str(path)]
 
 
-def test_other_lines_below_a_folder_are_passed_over_and_named_when_asked_for(tmp_path: Path) -> None:
+def test_foreign_lines_are_skipped_or_named_on_request(tmp_path: Path) -> None:
     write_run(tmp_path / "run", [verdict_of("gemm", 2.0)])
     other = tmp_path / "other.jsonl"
     other.write_text('{"claim": 1}\n')
@@ -106,9 +106,9 @@ def test_a_lineage_that_a_card_rests_on_is_missed_by_name(tmp_path: Path) -> Non
     assert "experts/topk/cpu-cpp/lineage" in problem.next_step
 
 
-def test_a_missing_kernel_of_a_lineage_is_said_where_it_would_be_shown(everything: Path, tmp_path: Path) -> None:
+def test_a_missing_lineage_kernel_is_reported_in_place(everything: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(everything / "experts", tmp_path / "experts"))
-    next(copy.rglob("pack-b.cpp")).unlink()
+    next(copy.rglob("naive.cpp")).unlink()
     details = {detail.title: detail for detail in assemble(collect([copy])).details}
-    texts = [block.text for block in details["gemm/cpu-cpp: pack-b"].blocks]
-    assert any("pack-b.cpp cannot be read" in text for text in texts)
+    texts = [block.text for block in details["gemm/cpu-cpp: naive"].blocks]
+    assert any("naive.cpp cannot be read" in text for text in texts)

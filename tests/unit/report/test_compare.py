@@ -15,7 +15,7 @@ from pytest_klineage.errors import UsageError
 from pytest_klineage.gate.timing.policy import POLICIES, Paired
 from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.records import Code, Definition, Interval, Machine, Timing, Verdict
-from pytest_klineage.records.baseline import Baseline, Outcome, Pin, samples_digest
+from pytest_klineage.records.baseline import Baseline, ComparisonOutcome, Pin, samples_digest
 from pytest_klineage.report.compare import (
     UNPAIRED,
     change_interval,
@@ -69,7 +69,7 @@ def test_the_interval_holds_its_estimate(
 
 @given(old=pairs, new=pairs, factor=positive)
 @settings(max_examples=60, deadline=None)
-def test_a_kernel_that_takes_k_times_as_long_has_one_kth_of_the_ratio(
+def test_k_times_the_time_is_one_kth_of_the_ratio(
     old: list[tuple[float, float]], new: list[tuple[float, float]], factor: float
 ) -> None:
     plain = change_interval(timing_of(old), timing_of(new), resamples=RESAMPLES)
@@ -97,7 +97,7 @@ def test_what_slows_reference_and_kernel_alike_cancels(
 def test_a_run_compared_with_itself_is_never_a_change(samples: list[tuple[float, float]]) -> None:
     change = change_interval(timing_of(samples), timing_of(samples), resamples=RESAMPLES)
     assert change.estimate == 1.0
-    assert classify(change, 0.001) not in (Outcome.SLOWER, Outcome.FASTER)
+    assert classify(change, 0.001) not in (ComparisonOutcome.SLOWER, ComparisonOutcome.FASTER)
 
 
 @given(old=pairs, new=pairs, confidences=st.tuples(st.floats(0.5, 0.99), st.floats(0.5, 0.99)).map(sorted))
@@ -115,7 +115,7 @@ def test_more_confidence_is_a_wider_interval(
 @given(change=intervals, margin=margins)
 def test_the_classes_are_symmetric(change: Interval, margin: float) -> None:
     exchanged = Interval(1 / change.estimate, 1 / change.high, 1 / change.low)
-    mirror = {Outcome.SLOWER: Outcome.FASTER, Outcome.FASTER: Outcome.SLOWER}
+    mirror = {ComparisonOutcome.SLOWER: ComparisonOutcome.FASTER, ComparisonOutcome.FASTER: ComparisonOutcome.SLOWER}
     found = classify(change, margin)
     ends = (change.low, change.high, 1 / change.low, 1 / change.high)
     if all(abs(end * factor - 1) > 1e-9 for end in ends for factor in (1 - margin, 1 / (1 - margin))):
@@ -125,30 +125,36 @@ def test_the_classes_are_symmetric(change: Interval, margin: float) -> None:
 @given(change=intervals, some=margins, more=margins)
 def test_a_wider_margin_never_makes_a_kernel_slower(change: Interval, some: float, more: float) -> None:
     narrow, wide = sorted((some, more))
-    if classify(change, wide) is Outcome.SLOWER:
-        assert classify(change, narrow) is Outcome.SLOWER
-    if classify(change, narrow) is Outcome.SAME:
-        assert classify(change, wide) is Outcome.SAME
+    if classify(change, wide) is ComparisonOutcome.SLOWER:
+        assert classify(change, narrow) is ComparisonOutcome.SLOWER
+    if classify(change, narrow) is ComparisonOutcome.SAME:
+        assert classify(change, wide) is ComparisonOutcome.SAME
 
 
 @pytest.mark.parametrize(
     ("low", "high", "outcome"),
     [
-        (0.90, 0.969, Outcome.SLOWER), (0.90, 0.971, Outcome.UNCLEAR), (0.98, 1.02, Outcome.SAME),
-        (1.02, 1.05, Outcome.UNCLEAR), (1.04, 1.05, Outcome.FASTER), (0.5, 2.0, Outcome.UNCLEAR),
+        (0.90, 0.969, ComparisonOutcome.SLOWER),
+        (0.90, 0.971, ComparisonOutcome.UNCLEAR),
+        (0.98, 1.02, ComparisonOutcome.SAME),
+        (1.02, 1.05, ComparisonOutcome.UNCLEAR),
+        (1.04, 1.05, ComparisonOutcome.FASTER),
+        (0.5, 2.0, ComparisonOutcome.UNCLEAR),
     ],
-)  # fmt: skip
-def test_the_whole_interval_decides(low: float, high: float, outcome: Outcome) -> None:
+)
+def test_the_whole_interval_decides(low: float, high: float, outcome: ComparisonOutcome) -> None:
     assert classify(Interval((low + high) / 2, low, high), 0.03) is outcome
 
 
-def test_simulated_runs_of_one_kernel_raise_no_alarm_and_a_tenth_less_speed_is_found() -> None:
+def test_simulated_runs_alarm_only_on_a_tenth_less_speed() -> None:
     draw = random.Random(20261121)
     same = [change_interval(noisy(1.3, draw), noisy(1.3, draw), resamples=RESAMPLES) for _ in range(100)]
     worse = [change_interval(noisy(1.3, draw), noisy(1.17, draw), resamples=RESAMPLES) for _ in range(100)]
-    assert not [change for change in same if classify(change, 0.03) in (Outcome.SLOWER, Outcome.FASTER)]
+    assert not [
+        change for change in same if classify(change, 0.03) in (ComparisonOutcome.SLOWER, ComparisonOutcome.FASTER)
+    ]
     assert sum(change.low <= 1 <= change.high for change in same) >= 95
-    assert sum(classify(change, 0.03) is Outcome.SLOWER for change in worse) >= 95
+    assert sum(classify(change, 0.03) is ComparisonOutcome.SLOWER for change in worse) >= 95
 
 
 def test_starts_widen_the_interval() -> None:
@@ -194,9 +200,15 @@ def baseline_of(*verdicts: Verdict) -> Baseline:
 
 
 @pytest.mark.parametrize(
-    ("speedup", "outcome"), [(1.8, Outcome.SLOWER), (2.0, Outcome.SAME), (2.2, Outcome.FASTER), (1.96, Outcome.SAME)]
+    ("speedup", "outcome"),
+    [
+        (1.8, ComparisonOutcome.SLOWER),
+        (2.0, ComparisonOutcome.SAME),
+        (2.2, ComparisonOutcome.FASTER),
+        (1.96, ComparisonOutcome.SAME),
+    ],
 )
-def test_a_kernel_is_compared_with_its_pin(make_verdict: Make, speedup: float, outcome: Outcome) -> None:
+def test_a_kernel_is_compared_with_its_pin(make_verdict: Make, speedup: float, outcome: ComparisonOutcome) -> None:
     found = compare(pin_of(make_verdict()), make_verdict(speedup=speedup), against="main", margin=0.03)
     change = found.ratio
     # Three pairs: the interval is the range of what they allow.
@@ -218,9 +230,14 @@ def test_a_change_is_one_only_if_every_judgement_says_so(make_verdict: Make, spe
     if found.outcome.change:
         found = confirmed(found, compare(pin, again, against="main", margin=0.03), again)
     changes = [today / then for then in speeds[:2] for today in speeds[2:]]
-    assert (found.outcome is Outcome.SLOWER) == all(change < 0.97 for change in changes)
-    assert (found.outcome is Outcome.FASTER) == all(change > 1 / 0.97 for change in changes)
-    assert found.outcome in (Outcome.SLOWER, Outcome.FASTER, Outcome.SAME, Outcome.UNCLEAR)
+    assert (found.outcome is ComparisonOutcome.SLOWER) == all(change < 0.97 for change in changes)
+    assert (found.outcome is ComparisonOutcome.FASTER) == all(change > 1 / 0.97 for change in changes)
+    assert found.outcome in (
+        ComparisonOutcome.SLOWER,
+        ComparisonOutcome.FASTER,
+        ComparisonOutcome.SAME,
+        ComparisonOutcome.UNCLEAR,
+    )
 
 
 def test_figures_of_all_judgements_are_kept(make_verdict: Make) -> None:
@@ -230,14 +247,14 @@ def test_figures_of_all_judgements_are_kept(make_verdict: Make) -> None:
     assert [round(ratio.estimate, 3) for ratio in found.ratios] == [0.5, 0.476, 0.55, 0.524]
     assert found.ratio == found.ratios[0]
     assert found.again == again
-    assert found.outcome is Outcome.SLOWER
+    assert found.outcome is ComparisonOutcome.SLOWER
 
 
-def test_a_change_that_is_not_confirmed_says_why_and_keeps_its_figures(make_verdict: Make) -> None:
+def test_an_unconfirmed_change_says_why_with_its_figures(make_verdict: Make) -> None:
     pin = msgspec.structs.replace(pin_of(make_verdict()), again=make_verdict(speedup=1.9).timing)
     first, again = compare(pin, make_verdict(speedup=1.5), against="main", margin=0.03), make_verdict(speedup=1.9)
     found = confirmed(first, compare(pin, again, against="main", margin=0.03), again)
-    assert found.outcome is Outcome.UNCLEAR
+    assert found.outcome is ComparisonOutcome.UNCLEAR
     assert found.message.startswith("0.750x")
     assert "1.000x [1.000, 1.000] of the second judgement that was pinned" in found.message
     assert (len(found.ratios), found.again) == (4, again)
@@ -252,26 +269,26 @@ def test_an_outdated_baseline_is_said_to_be(make_verdict: Make) -> None:
 
 def test_a_busy_machine_says_nothing(make_verdict: Make) -> None:
     found = compare(pin_of(make_verdict()), make_verdict(Code.INCONCLUSIVE_BUSY, 1.0), against="main", margin=0.03)
-    assert found.outcome is Outcome.UNCLEAR
+    assert found.outcome is ComparisonOutcome.UNCLEAR
     assert not found.outcome.bad
 
 
-def test_a_kernel_that_is_wrong_now_is_broken_and_one_that_was_skipped_is_not(make_verdict: Make) -> None:
+def test_a_wrong_kernel_is_broken_and_a_skipped_one_is_not(make_verdict: Make) -> None:
     wrong = compare(pin_of(make_verdict()), make_verdict(Code.MISMATCH, None), against="main", margin=0.03)
     skipped = compare(pin_of(make_verdict()), make_verdict(Code.SKIPPED_PLATFORM, None), against="main", margin=0.03)
-    assert (wrong.outcome, skipped.outcome) == (Outcome.BROKEN, Outcome.SKIPPED)
+    assert (wrong.outcome, skipped.outcome) == (ComparisonOutcome.BROKEN, ComparisonOutcome.SKIPPED)
     assert wrong.outcome.bad
     assert not skipped.outcome.bad
     assert "wrong_value.mismatch" in wrong.message
 
 
-def test_another_reference_is_refused_and_its_times_are_none(make_verdict: Make) -> None:
+def test_another_reference_is_refused_without_times(make_verdict: Make) -> None:
     then = make_verdict(reference={"torch": "2.11", "threads": "2", "variant_ms.eager": "1.5", "old": "x"})
     same = make_verdict(reference={"torch": "2.11", "threads": "2", "variant_ms.eager": "1.7"})
     newer = make_verdict(reference={"torch": "2.13", "threads": "4"})
-    assert compare(pin_of(then), same, against="main", margin=0.03).outcome is Outcome.SAME
+    assert compare(pin_of(then), same, against="main", margin=0.03).outcome is ComparisonOutcome.SAME
     found = compare(pin_of(then), newer, against="main", margin=0.03)
-    assert found.outcome is Outcome.OTHER_REFERENCE
+    assert found.outcome is ComparisonOutcome.OTHER_REFERENCE
     assert found.outcome.bad
     assert found.message == "torch 2.11 then, 2.13 now; threads 2 then, 4 now"
     assert found.ratio is None
@@ -287,10 +304,10 @@ def test_another_device_and_another_policy_are_refused(make_verdict: Make) -> No
     moved = msgspec.structs.replace(then, machine=Machine(platform="cpu", device="Other CPU"))
     graph = msgspec.structs.replace(then, timing=msgspec.structs.replace(then.timing, policy="cudagraph"))
     found = compare(pin_of(then), moved, against="main", margin=0.03)
-    assert found.outcome is Outcome.OTHER_DEVICE
+    assert found.outcome is ComparisonOutcome.OTHER_DEVICE
     assert "Test CPU @ 3 GHz; this is Other CPU" in found.message
     found = compare(pin_of(then), graph, against="main", margin=0.03)
-    assert found.outcome is Outcome.OTHER_POLICY
+    assert found.outcome is ComparisonOutcome.OTHER_POLICY
     assert "--klineage-policy=paired" in found.advice
 
 
@@ -304,7 +321,7 @@ def test_another_flush_and_another_binding_are_refused(make_verdict: Make) -> No
     ):
         now = msgspec.structs.replace(then, timing=msgspec.structs.replace(then.timing, **fields))
         found = compare(pin_of(then), now, against="main", margin=0.03)
-        assert (found.outcome, found.outcome.bad) == (Outcome.OTHER_SETUP, True)
+        assert (found.outcome, found.outcome.bad) == (ComparisonOutcome.OTHER_SETUP, True)
         assert says in found.message
         assert "--klineage-save=main" in found.advice
 
@@ -316,32 +333,36 @@ def test_a_kernel_without_a_pin_is_new_and_fails_nothing(make_verdict: Make) -> 
     again = compare_with(baseline, "test_a.py::test_a", make_verdict(), number=1, margin=0.03)
     skipped = compare_with(baseline, "test_a.py::test_b", make_verdict(Code.SKIPPED_PLATFORM, None), margin=0.03)
     assert [found.outcome for found in (same, other, again, skipped)] == [
-        Outcome.SAME, Outcome.NEW, Outcome.NEW, Outcome.SKIPPED,
+        ComparisonOutcome.SAME, ComparisonOutcome.NEW, ComparisonOutcome.NEW, ComparisonOutcome.SKIPPED,
     ]  # fmt: skip
     assert not other.outcome.bad
     assert "--klineage-save=main" in other.advice
 
 
-def test_a_missing_baseline_names_the_command_and_the_devices_that_have_one(make_verdict: Make) -> None:
+def test_a_missing_baseline_names_the_command_and_devices(make_verdict: Make) -> None:
     none = missing("a", make_verdict(), "main", [], margin=0.03)
-    assert none.outcome is Outcome.NO_BASELINE
+    assert none.outcome is ComparisonOutcome.NO_BASELINE
     assert "pytest --klineage-save=main" in none.advice
     elsewhere = missing("a", make_verdict(), "main", [baseline_of()], margin=0.03)
-    assert elsewhere.outcome is Outcome.OTHER_DEVICE
+    assert elsewhere.outcome is ComparisonOutcome.OTHER_DEVICE
     assert "pinned on Test CPU (cpu); this is Test CPU @ 3 GHz (cpu)" in elsewhere.message
     assert none.outcome.bad
     assert elsewhere.outcome.bad
 
 
-def test_the_base_is_compared_by_the_interval_of_its_own_judgement(make_verdict: Make) -> None:
+def test_the_base_is_compared_by_its_own_interval(make_verdict: Make) -> None:
     head = make_verdict()
     found = [compare_base("a", head, make_verdict(speedup=s), margin=0.03) for s in (0.9, 1.0, 1.2)]
-    assert [item.outcome for item in found] == [Outcome.SLOWER, Outcome.SAME, Outcome.FASTER]
+    assert [item.outcome for item in found] == [
+        ComparisonOutcome.SLOWER,
+        ComparisonOutcome.SAME,
+        ComparisonOutcome.FASTER,
+    ]
     assert found[0].ratio == Interval(0.9, 0.9 * 0.99, 0.9 * 1.01)
     assert found[0].verdict is not None
     assert "outdated" not in found[2].advice
     failed = compare_base("a", head, make_verdict(Code.COMPILE, None, message="no\nlog"), margin=0.03)
-    assert failed.outcome is Outcome.BASE_FAILED
+    assert failed.outcome is ComparisonOutcome.BASE_FAILED
     assert not failed.outcome.bad
     assert failed.message.endswith("build_error.compile: no")
 
@@ -354,7 +375,7 @@ def test_a_tolerance_is_read(text: str, margin: float) -> None:
 @pytest.mark.parametrize(
     "text", ["", "3%", "slower", "slower:3", "faster:3%", "slower:0%", "slower:100%", "slower:-1%"]
 )
-def test_a_tolerance_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_tolerance_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="slower:3%"):
         read_tolerance(text)
 
@@ -371,7 +392,7 @@ def test_a_pin_of_another_definition_is_refused(make_verdict: Make) -> None:
         for digit in (0, 1)
     )
     found = compare(pin_of(old), new, against="main", margin=0.03)
-    assert found.outcome is Outcome.OTHER_DEFINITION
+    assert found.outcome is ComparisonOutcome.OTHER_DEFINITION
     assert found.outcome.bad
     assert found.message == "the definition of its operator has changed since it was pinned"
-    assert compare(pin_of(old), old, against="main", margin=0.03).outcome is not Outcome.OTHER_DEFINITION
+    assert compare(pin_of(old), old, against="main", margin=0.03).outcome is not ComparisonOutcome.OTHER_DEFINITION

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_klineage.records import Interval
-from pytest_klineage.records.baseline import Comparison, Outcome
+from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
 from pytest_klineage.report.comparisons import (
     ANNOTATIONS,
     Annotation,
@@ -17,7 +17,7 @@ from pytest_klineage.report.comparisons import (
 )
 
 
-def made(outcome: Outcome = Outcome.SLOWER, **fields: object) -> Comparison:
+def made(outcome: ComparisonOutcome = ComparisonOutcome.SLOWER, **fields: object) -> Comparison:
     given: dict[str, object] = {
         "nodeid": "test_a.py::test_a", "case": "gemm-64x64x64-fp32", "kernel": "mine", "against": "main",
         "message": "0.900x [0.880, 0.920] of the speed", "advice": "profile it", "margin": 0.03,
@@ -27,7 +27,7 @@ def made(outcome: Outcome = Outcome.SLOWER, **fields: object) -> Comparison:
 
 
 def test_a_table_with_its_counts_and_notes() -> None:
-    lines = comparison_lines([made(), made(Outcome.SAME, kernel="other", advice="")])
+    lines = comparison_lines([made(), made(ComparisonOutcome.SAME, kernel="other", advice="")])
     assert lines[0].split() == ["case", "kernel", "then", "now", "now/then", "outcome"]
     assert lines[2].split() == [
         "gemm-64x64x64-fp32", "mine", "1.100x", "0.990x", "0.900x", "[0.880,", "0.920]", "slower",
@@ -41,23 +41,31 @@ def test_a_table_with_its_counts_and_notes() -> None:
 
 
 def test_no_line_is_wider_than_a_terminal() -> None:
-    long = made(Outcome.OTHER_REFERENCE, case="conv2d-" + "8x64x56x56x" * 9, kernel="kernel" * 9, message="word " * 90)
+    long = made(
+        ComparisonOutcome.OTHER_REFERENCE, case="conv2d-" + "8x64x56x56x" * 9, kernel="kernel" * 9, message="word " * 90
+    )
     assert max(map(len, comparison_lines([long, made()]))) <= 100
 
 
 def test_the_same_is_said_once() -> None:
-    several = [made(Outcome.NO_BASELINE, kernel=name, message="none", advice="pin") for name in ("a", "b")]
+    several = [made(ComparisonOutcome.NO_BASELINE, kernel=name, message="none", advice="pin") for name in ("a", "b")]
     notes = comparison_lines(several)[-2:]
     assert notes == ["gemm-64x64x64-fp32 a, gemm-64x64x64-fp32 b: no_baseline: none", "    next: pin"]
 
 
 def test_bad_outcomes_are_counted_first() -> None:
-    outcomes = (Outcome.SAME, Outcome.NEW, Outcome.OTHER_DEVICE, Outcome.SAME, Outcome.BROKEN)
+    outcomes = (
+        ComparisonOutcome.SAME,
+        ComparisonOutcome.NEW,
+        ComparisonOutcome.OTHER_DEVICE,
+        ComparisonOutcome.SAME,
+        ComparisonOutcome.BROKEN,
+    )
     assert counts(made(outcome) for outcome in outcomes) == "1 broken, 1 other device, 2 same, 1 new"
 
 
 def test_markdown_for_a_pull_request() -> None:
-    text = comparisons_markdown([made(), made(Outcome.UNCHANGED, against="base")], failing=True)
+    text = comparisons_markdown([made(), made(ComparisonOutcome.UNCHANGED, against="base")], failing=True)
     assert text.startswith("## Kernels compared with baseline main, the base\n\n**1 slower, 1 unchanged**. Margin 3 %.")
     assert "- gemm-64x64x64-fp32 mine: slower: 0.900x [0.880, 0.920] of the speed. Next: profile it." in text
     assert text.endswith("1 of 2 fail.\n")
@@ -78,12 +86,17 @@ def test_text_of_kernels_stays_text() -> None:
 @pytest.mark.parametrize(
     ("outcome", "failing", "level"),
     [
-        (Outcome.SLOWER, True, "error"), (Outcome.SLOWER, False, "warning"), (Outcome.OTHER_DEVICE, True, "error"),
-        (Outcome.FASTER, True, "notice"), (Outcome.BASE_FAILED, True, "warning"), (Outcome.SAME, True, ""),
-        (Outcome.NEW, True, ""), (Outcome.UNCLEAR, True, ""),
+        (ComparisonOutcome.SLOWER, True, "error"),
+        (ComparisonOutcome.SLOWER, False, "warning"),
+        (ComparisonOutcome.OTHER_DEVICE, True, "error"),
+        (ComparisonOutcome.FASTER, True, "notice"),
+        (ComparisonOutcome.BASE_FAILED, True, "warning"),
+        (ComparisonOutcome.SAME, True, ""),
+        (ComparisonOutcome.NEW, True, ""),
+        (ComparisonOutcome.UNCLEAR, True, ""),
     ],
-)  # fmt: skip
-def test_what_is_annotated(outcome: Outcome, failing: bool, level: str) -> None:
+)
+def test_what_is_annotated(outcome: ComparisonOutcome, failing: bool, level: str) -> None:
     assert [item.level for item in annotations_of([made(outcome)], failing=failing)] == ([level] if level else [])
 
 

@@ -46,7 +46,7 @@ def test_the_running_best_only_rises(one: Optimization) -> None:
     assert one.best.number == 4
 
 
-def test_the_best_is_the_one_that_is_surely_fast_not_the_luckiest(one: Optimization) -> None:
+def test_the_best_step_has_the_highest_lower_bound(one: Optimization) -> None:
     lucky = one.steps[4]
     assert lucky.verdict is not None
     assert lucky.verdict.timing is not None

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.records import Code, Interval, Reason, Status, Verdict
+from pytest_klineage.records import Code, Floor, Interval, Reason, Status, Verdict
 from pytest_klineage.report.advice import BY_STATUS, next_step
 from pytest_klineage.report.aggregate import uncertain
 from pytest_klineage.report.tables import (
+    UNKNOWN,
     WIDTH,
+    floor_text,
+    floors_known,
     markdown_report,
     milliseconds,
     note_lines,
@@ -42,6 +45,37 @@ def test_a_row_says_everything(make_verdict: MakeVerdict) -> None:
     assert lines[2].split() == (
         ["gemm-64x64x64-fp32", "expert", "torch", "1.500", "0.4386", "3.42x", "[3.39,", "3.45]", "accepted"]
     )
+
+
+@pytest.mark.parametrize(
+    ("floor", "text"),
+    [
+        (Floor(ms=0.2193, limit="flops", product="NVIDIA H200"), "50%"),
+        (Floor(ms=0.02193, limit="bytes", product="NVIDIA H200"), "5.0%"),
+        (Floor(ms=0.2193, limit="bytes"), "≥50%"), (None, UNKNOWN),
+    ],
+)  # fmt: skip
+def test_a_time_is_seen_beside_its_floor(floor: Floor | None, text: str, make_verdict: MakeVerdict) -> None:
+    verdict = msgspec.structs.replace(make_verdict(speedup=3.42), floor=floor)
+    other = msgspec.structs.replace(verdict, floor=Floor(ms=0.1, limit="bytes"))
+    lines = table_lines([verdict, other])
+    assert lines[0].split().index("floor") == 7
+    assert lines[2].split()[5] == text
+    assert f"| {text} |" in " ".join(markdown_report(run_of(verdict, other)).split())
+
+
+def test_the_floor_gives_way_before_names_are_cut(make_verdict: MakeVerdict) -> None:
+    shape = dict(zip("NCHWFRSP", (1, 64, 56, 56, 128, 3, 1, 1), strict=True))
+    wide = make_verdict(operator="conv2d", shape=shape, speedup=12.34)
+    lines = table_lines([msgspec.structs.replace(wide, floor=Floor(ms=0.1, limit="bytes"))])
+    assert "floor" not in lines[0]
+    assert "conv2d-1x64x56x56x128x3x1x1-fp32" in lines[2]
+
+
+def test_what_failed_has_no_floor(make_verdict: MakeVerdict) -> None:
+    failed = msgspec.structs.replace(make_verdict(Code.REPLAY, 900.0), floor=Floor(ms=0.1, limit="bytes"))
+    assert floor_text(failed) == UNKNOWN
+    assert not floors_known([failed])
 
 
 def test_a_kernel_that_failed_has_no_speedup(make_verdict: MakeVerdict) -> None:
@@ -199,7 +233,7 @@ def test_markdown_says_what_the_reference_was(make_verdict: MakeVerdict) -> None
     assert "- timing policy: paired" in text
 
 
-def test_a_reference_is_told_once_whatever_its_variants_took(make_verdict: MakeVerdict) -> None:
+def test_a_reference_is_listed_once(make_verdict: MakeVerdict) -> None:
     facts = {"label": "cudnn", "variant": "nchw"}
     verdicts = [make_verdict(reference=facts | {"variant_ms.nchw": f"0.03{i}"}) for i in range(3)]
     text = markdown_report(run_of(*verdicts))

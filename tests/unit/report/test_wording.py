@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.records import Code, Reason
-from pytest_klineage.report.wording import distinct, in_one_line, told
+from pytest_klineage.report.wording import distinct, format_message, in_one_line
 
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -27,7 +27,7 @@ ValueError: not today
 
 
 def test_a_traceback_begins_with_its_last_line() -> None:
-    say = told(TRACEBACK)
+    say = format_message(TRACEBACK)
     assert say.line == "ValueError: not today"
     assert say.details == (
         "at kernel.py, line 2, in run: return halve(a)",
@@ -37,12 +37,12 @@ def test_a_traceback_begins_with_its_last_line() -> None:
 
 
 def test_further_lines_of_an_exception_follow_the_frames() -> None:
-    say = told(TRACEBACK.rstrip() + "\nbut tomorrow")
+    say = format_message(TRACEBACK.rstrip() + "\nbut tomorrow")
     assert (say.line, say.details[-1]) == ("ValueError: not today", "but tomorrow")
 
 
 def test_a_traceback_of_ours_alone_has_no_frames() -> None:
-    say = told(
+    say = format_message(
         TRACEBACK.partition('  File "/cache')[0] + "TypeError: run() takes 1 positional argument but 2 were given"
     )
     assert say == ("TypeError: run() takes 1 positional argument but 2 were given", (), "")
@@ -56,20 +56,20 @@ def test_real_tracebacks_are_understood() -> None:
         with pytest.raises(error) as caught:
             deep(0) if error is RecursionError else compile("x = = 2", "kernel.py", "exec")
         text = "".join(traceback.format_exception(caught.value))
-        assert told(text).line.startswith(line)
-        assert told(text).where
+        assert format_message(text).line.startswith(line)
+        assert format_message(text).where
 
 
 @pytest.mark.parametrize("text", ["", "fp32 only", "two\nlines", "Traceback (most recent call last):"])
 def test_a_message_that_is_no_traceback_stays(text: str) -> None:
-    say = told(text)
+    say = format_message(text)
     assert "\n".join([say.line, *say.details]) == text
     assert not say.where
 
 
 @given(st.text(), st.lists(st.text(max_size=5)))
-def test_any_text_can_be_told(message: str, others: list[str]) -> None:
-    assert "\n" not in told(message).line
+def test_any_text_can_be_formatted(message: str, others: list[str]) -> None:
+    assert "\n" not in format_message(message).line
     reasons = [Reason(code=Code.MISMATCH, message=text) for text in (message, *others)]
     chosen, left = distinct(reasons)
     assert 1 <= len(chosen) <= 3

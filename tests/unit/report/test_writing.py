@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import html
 import re
 import sys
 from html.parser import HTMLParser
@@ -44,32 +45,43 @@ def report(everything: Path) -> Report:
     return assemble(collect([everything]), beside_paper=True)
 
 
-def test_recorded_text_is_no_markup(report: Report) -> None:
-    for one in (report, HOSTILE_REPORT):
-        elements = Elements(html_report(one, "1.0"))
+@pytest.fixture(scope="module")
+def page(report: Report) -> str:
+    return html_report(report, "1.0")
+
+
+def test_recorded_text_is_no_markup(page: str) -> None:
+    for text in (page, html_report(HOSTILE_REPORT, "1.0")):
+        elements = Elements(text)
         assert elements.tags.count("script") == 2
         assert "img" not in elements.tags
         assert not [name for name in elements.attributes if name.startswith("on") or name == "style"]
 
 
-def test_recorded_text_is_shown_as_it_was(report: Report) -> None:
-    text = html_report(report, "1.0")
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+def test_recorded_text_is_shown_as_it_was(page: str) -> None:
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert data is not None
     plain = msgspec.json.decode(data[1])
     shown = [block["text"] for detail in plain["details"] for block in detail["blocks"]]
     assert any(HOSTILE in block for block in shown)
-    assert {figure["key"] for figure in plain["figures"]} == {
-        figure.key for section in report.sections for figure in section.figures
-    }
 
 
-def test_the_page_needs_nothing_else(report: Report) -> None:
-    text = html_report(report, "1.0")
-    assert not re.search(r'(src|href)="(?!#|data:)', text)
-    assert not re.search(r"url\((?!#)", text)
-    assert "@import" not in text
-    assert "default-src 'none'" in text
+def test_every_figure_is_in_the_page_and_leads_to_details(report: Report, page: str, tmp_path: Path) -> None:
+    figures = [figure for section in report.sections for figure in section.figures]
+    tags = Elements(page).tags
+    assert tags.count("figure") == tags.count("svg") == len(figures)
+    charts = "".join(re.findall(r'<div class="chart".*?</svg>', page, re.S))
+    shown = {point.detail for figure in figures for point in figure.points if point.detail}
+    assert set(re.findall(r'data-detail="([^"]*)"', charts)) == {html.escape(detail) for detail in shown}
+    assert "<style" not in charts
+    assert html_report(report, "1.0", draw(figures, tmp_path)) == page
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    assert not re.search(r'(src|href)="(?!#|data:)', page)
+    assert not re.search(r"url\((?!#)", page)
+    assert "@import" not in page
+    assert "default-src 'none'" in page
 
 
 def test_data_cannot_end_its_element() -> None:
@@ -78,9 +90,9 @@ def test_data_cannot_end_its_element() -> None:
     assert msgspec.json.decode(text) == {"a": "</script><!-- & \u2028\u2029"}
 
 
-def test_the_same_records_are_the_same_page(report: Report, everything: Path) -> None:
+def test_the_same_records_are_the_same_page(report: Report, page: str, everything: Path) -> None:
     again = assemble(collect([everything]), beside_paper=True)
-    assert html_report(again, "1.0") == html_report(report, "1.0")
+    assert html_report(again, "1.0") == page
     assert markdown_document(again) == markdown_document(report)
 
 

@@ -81,7 +81,7 @@ def test_every_device_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert {baseline.device for baseline in find_baselines(tmp_path, "main")} == {"Test CPU", "AMD EPYC (TM) 9/x"}
 
 
-def test_a_part_is_pinned_anew_and_the_rest_stays(tmp_path: Path) -> None:
+def test_a_part_is_repinned_and_the_rest_stays(tmp_path: Path) -> None:
     saved(tmp_path, verdict(), verdict(label="other"))
     (path,) = saved(tmp_path, verdict(judged_at="later"))
     assert {pin.label: pin.pinned_at for pin in read_baseline(path).pins} == {
@@ -100,7 +100,7 @@ def test_what_was_not_timed_on_a_quiet_machine_is_not_pinned() -> None:
     ]
 
 
-def test_several_verdicts_of_one_test_are_told_apart() -> None:
+def test_several_verdicts_of_one_test_are_distinguished() -> None:
     pairs = [("a", verdict()), ("a", verdict()), ("b", verdict()), ("a", verdict(label="other"))]
     assert numbered(pairs) == [0, 1, 0, 0]
     assert len({pin.key for pin in pins_of(pairs)[0]}) == 4

@@ -9,6 +9,7 @@ import resource
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -26,7 +27,7 @@ def record(nodeid: str = "test_a", message: str = "fine", error: float = 0.5) ->
         case=KernelCase(operator="gemm", shape={"M": 8, "N": 8, "K": 8}, dtype="fp32", reference="torch"),
         status=Status.ACCEPTED,
         reasons=(Reason(code=Code.ACCEPTED_FASTER, message=message),),
-        checks=(Check(regime="spikes", output="c", error=error, bound=8.0, passed=True),),
+        checks=(Check(input_distribution="spikes", output="c", error=error, bound=8.0, passed=True),),
     )
     return Record(nodeid=nodeid, verdict=verdict, recorded_at=now())
 
@@ -42,7 +43,7 @@ def small_files() -> Iterator[None]:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     records = [record("test_a"), record("test_b", "with\nnewline and \u00fc")]
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         for item in records:
             store.append(item)
     run = read_run(store.path)
@@ -55,7 +56,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_a_run_is_named_after_time_platform_and_name(tmp_path: Path) -> None:
     names = []
     for _ in range(3):
-        with RunStore.create(tmp_path, INFO) as store:
+        with closing(RunStore.create(tmp_path, INFO)) as store:
             names.append(store.path.name)
     base = "20260102T030405Z-cpu-my-run"
     assert names == [base, f"{base}-2", f"{base}-3"]
@@ -64,7 +65,7 @@ def test_a_run_is_named_after_time_platform_and_name(tmp_path: Path) -> None:
 
 def test_a_name_cannot_leave_the_folder(tmp_path: Path) -> None:
     info = msgspec.structs.replace(INFO, name="../../etc/x")
-    with RunStore.create(tmp_path, info) as store:
+    with closing(RunStore.create(tmp_path, info)) as store:
         assert store.path.parent == tmp_path / "runs"
 
 
@@ -80,7 +81,7 @@ def test_a_folder_that_was_there_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_cut_last_line_is_reported_and_the_rest_is_kept(tmp_path: Path) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record("test_a"))
         store.append(record("test_b"))
     lines = store.path / "records.jsonl"
@@ -91,8 +92,8 @@ def test_a_cut_last_line_is_reported_and_the_rest_is_kept(tmp_path: Path) -> Non
     assert "last line" in run.warnings[0]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+def test_a_damaged_inner_line_is_an_error_with_its_number(tmp_path: Path) -> None:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record())
     lines = store.path / "records.jsonl"
     lines.write_bytes(b'{"nodeid": 3}\n' + lines.read_bytes())
@@ -101,7 +102,7 @@ def test_a_damaged_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path
 
 
 def test_another_schema_version_is_named(tmp_path: Path) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record())
     lines = store.path / "records.jsonl"
     data = json.loads(lines.read_text())
@@ -112,8 +113,8 @@ def test_another_schema_version_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
-def test_figures_that_json_does_not_have_are_kept_as_the_largest_double(tmp_path: Path, value: float) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+def test_infinite_figures_become_the_largest_double(tmp_path: Path, value: float) -> None:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record(error=value))
     (read,) = read_run(store.path).records
     assert abs(read.verdict.checks[0].error) == sys.float_info.max
@@ -126,7 +127,7 @@ def test_a_place_that_cannot_be_written_is_a_store_error(tmp_path: Path) -> None
 
 
 def test_a_full_disk_costs_one_record(tmp_path: Path, small_files: None) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record("test_a"))
         with pytest.raises(StoreError, match="part of a record"):
             store.append(record("test_b", "x" * 5000))
@@ -138,7 +139,7 @@ def test_a_full_disk_costs_one_record(tmp_path: Path, small_files: None) -> None
 
 
 def test_records_after_a_full_disk_are_readable(tmp_path: Path, small_files: None) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
         store.append(record("test_a"))
         with pytest.raises(StoreError):
             store.append(record("test_b", "x" * 5000))
@@ -150,7 +151,7 @@ def test_records_after_a_full_disk_are_readable(tmp_path: Path, small_files: Non
 
 
 def test_writers_do_not_mix_their_lines(tmp_path: Path) -> None:
-    with RunStore.create(tmp_path, INFO) as store:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
 
         def write(name: str) -> None:
             for index in range(20):

@@ -17,6 +17,7 @@ from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, cpp
 from pytest_klineage.surfaces.compiling import LOG_LIMIT, bounded, digest_of
 from pytest_klineage.surfaces.cpp import DEFAULT_FLAGS, CppBackend, check_flags, find_compiler
+from pytest_klineage.surfaces.reads import ASSEMBLED, INCLUDED
 
 EMPTY = '#include "klineage.h"\nextern "C" int run(const klineage_call *) { return 0; }\n'
 FLAG_TEXT = st.text(alphabet="abWfmOlDLI-=,.:/@+_0 \t\n3", max_size=12)
@@ -49,12 +50,14 @@ def wait_for_the_end_of(pid: int) -> None:
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Make a shell script the compiler. It sees the output's path as $OUT and answers --version by itself."""
+    """Make a shell script the compiler. It sees the output's path as $OUT; --version and the lists of what was read are
+    taken care of."""
 
     def make(script: str, version: str = "script 1.0") -> Path:
         path = tmp_path / f"compiler-{len(list(tmp_path.iterdir()))}"
         head = f'#!/bin/bash\nif [ "$1" = --version ]; then echo "{version}"; exit; fi\nOUT="${{@: -1}}"\n'
-        path.write_text(head + script)
+        lists = f"echo kernel.so: kernel.cpp | tee {INCLUDED} > {ASSEMBLED}\n"
+        path.write_text(head + lists + script)
         path.chmod(0o755)
         monkeypatch.setenv("CXX", str(path))
         return path
@@ -91,7 +94,7 @@ class TestFlags:
             "-mtune=native", "-march=native;id", "-pthread", "-static", "-rdynamic",
         ],
     )  # fmt: skip
-    def test_what_names_a_file_a_library_or_another_program_is_refused(self, flag: str) -> None:
+    def test_flags_with_files_libraries_or_programs_are_refused(self, flag: str) -> None:
         with pytest.raises(SurfaceFailure) as caught:
             check_flags((flag,))
         assert caught.value.code is Code.FLAG_REFUSED
@@ -125,7 +128,7 @@ class TestFlags:
 
 
 class TestFailures:
-    def test_a_compile_error_is_told_in_the_compilers_words(self, tmp_path: Path) -> None:
+    def test_a_compile_error_quotes_the_compiler(self, tmp_path: Path) -> None:
         with pytest.raises(SurfaceFailure) as caught:
             build(source("int run() { return undeclared_tile; }"), tmp_path)
         assert caught.value.code is Code.COMPILE
@@ -146,7 +149,7 @@ class TestFailures:
             build(source(), tmp_path / "cache")
         assert caught.value.log == "bad \N{REPLACEMENT CHARACTER} byte"
 
-    def test_the_status_of_the_compiler_is_told(self, compiler: Compiler, tmp_path: Path) -> None:
+    def test_the_compilers_status_is_reported(self, compiler: Compiler, tmp_path: Path) -> None:
         compiler("exit 4")
         with pytest.raises(SurfaceFailure, match="status 4"):
             build(source(), tmp_path / "cache")
@@ -255,7 +258,7 @@ class TestCache:
         assert (first.toolchain, second.toolchain) == ("script 1.0", "script 2.0")
         assert not second.cached
 
-    def test_the_command_in_the_record_names_no_directory_of_this_machine(self, tmp_path: Path) -> None:
+    def test_the_recorded_command_names_no_local_directory(self, tmp_path: Path) -> None:
         command = build(source(), tmp_path).build.command
         assert command.startswith("g++ -std=c++17")
         assert "/" not in command
@@ -285,7 +288,7 @@ class TestCompiler:
             find_compiler()
 
     @pytest.mark.parametrize("name", ["", " "])
-    def test_an_empty_cxx_is_none(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_empty_cxx_is_unset(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", name)
         assert find_compiler()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.surfaces import SurfaceFailure, cubin
-from pytest_klineage.surfaces.cubin import Unit, registers
+from pytest_klineage.surfaces import SurfaceFailure, resources
+from pytest_klineage.surfaces.resources import Unit, registers
 
 
 class TestRegisters:
@@ -27,6 +27,6 @@ class TestRegisters:
 
 
 def test_more_shared_memory_than_a_block_has_is_refused() -> None:
-    cubin.check_shared("tile", 232_448, "sm90")
+    resources.check_shared("tile", 232_448, "sm90")
     with pytest.raises(SurfaceFailure, match=r"tile needs 232448 bytes.*sm120 has 101376"):
-        cubin.check_shared("tile", 232_448, "sm120")
+        resources.check_shared("tile", 232_448, "sm120")

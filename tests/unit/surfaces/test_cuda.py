@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.records import Build, Code, KernelSource, SourceFile, Surface
+from pytest_klineage.records import GPU_PLATFORMS, Build, Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, cuda, toolkit
 from pytest_klineage.surfaces.cuda import CudaBackend, check_flags, shown_command
 from pytest_klineage.surfaces.toolkit import HeaderLibrary, find_toolkit, package_folders
@@ -47,6 +47,33 @@ def nvcc_is_missing() -> str:
     except MissingDependency as error:
         return str(error)
     return ""
+
+
+PROBES = {
+    "wgmma": ("wgmma.fence", '"wgmma.fence.sync.aligned;" ::: "memory"'),
+    "tcgen05": ("tcgen05.wait", '"tcgen05.wait::ld.sync.aligned;" ::: "memory"'),
+    "cluster": ("barrier.cluster", '"barrier.cluster.arrive.aligned;" ::: "memory"'),
+    "bulk_copy": ("cp.async.bulk", '"cp.async.bulk.commit_group;" ::: "memory"'),
+    "setmaxnreg": ("setmaxnreg", '"setmaxnreg.dec.sync.aligned.u32 24;"'),
+    "stmatrix": ("stmatrix", '"stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%0};" :: "r"(at)'),
+    "mbarrier": (
+        "mbarrier.try_wait", '"{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; }" :: "r"(at)',
+    ),
+    "cp_async": ("cp.async", '"cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(at), "l"(there)'),
+}  # fmt: skip
+"""By word of INSTRUCTIONS: the compiler's name for one that needs it, and a statement."""
+LATER = {("sm120", word) for word in ("cluster", "bulk_copy", "setmaxnreg")}
+"""What a platform has, and is not granted."""
+
+
+def probes(words: Iterable[str]) -> str:
+    """A kernel for each of some words."""
+    body = "".join(
+        f"__global__ void probe_{word}(unsigned at, long there) {{ asm volatile({PROBES[word][1]}); }}\n"
+        for word in sorted(words)
+        if word in PROBES
+    )
+    return EMPTY + body
 
 
 needs_nvcc = pytest.mark.skipif(bool(nvcc_is_missing()), reason=nvcc_is_missing() or "nvcc is there")
@@ -98,7 +125,7 @@ class TestFlags:
             "-O3\n", "-O3 -lcublas", "-DX=/etc/passwd", "-DX=a b", "kernel2.cu", "-prebuild", "--fmad=maybe",
         ],
     )  # fmt: skip
-    def test_what_names_a_file_a_library_or_an_architecture_is_refused(self, flag: str) -> None:
+    def test_flags_with_files_libraries_or_architectures_are_refused(self, flag: str) -> None:
         with pytest.raises(SurfaceFailure) as caught:
             check_flags((flag,))
         assert caught.value.code is Code.FLAG_REFUSED
@@ -144,7 +171,7 @@ class TestRecipe:
         ]
         assert len(set(asked)) == len(asked)
 
-    def test_a_source_that_cannot_be_built_has_none(self) -> None:
+    def test_an_unbuildable_source_has_no_command(self) -> None:
         with pytest.raises(SurfaceFailure, match="not allowed"):
             CudaBackend().recipe(source(flags=("-lcublas",)), platform="sm90")
         nothing = KernelSource(surface=Surface.CUDA, files=(), entry="run")
@@ -167,7 +194,7 @@ class TestBuild:
         assert (kernel.function, kernel.registers, kernel.spill_bytes, kernel.instructions) == ("gemm", 40, 8, None)
         assert json.loads((built.artifact.parent / "build.json").read_text())["recipe"] == built.build.recipe
 
-    def test_the_compiler_is_told_the_architecture_and_the_host_compiler(self, nvcc: Nvcc, tmp_path: Path) -> None:
+    def test_the_compiler_gets_architecture_and_host_compiler(self, nvcc: Nvcc, tmp_path: Path) -> None:
         nvcc("echo code > $OUT")
         build(source(), tmp_path / "cache", "sm120")
         arguments = (tmp_path / "arguments").read_text().splitlines()
@@ -195,7 +222,7 @@ class TestBuild:
         assert caught.value.log == "kernel.cu(1): error: no\n"
 
     @pytest.mark.parametrize("script", ["kill -9 $$", "exit 137"])
-    def test_a_compiler_that_was_killed_is_told_as_that(self, nvcc: Nvcc, tmp_path: Path, script: str) -> None:
+    def test_a_killed_compiler_is_reported(self, nvcc: Nvcc, tmp_path: Path, script: str) -> None:
         nvcc(script)
         with pytest.raises(SurfaceFailure, match="for want of memory") as caught:
             build(source(), tmp_path / "cache")
@@ -270,12 +297,17 @@ class TestNvcc:
         with pytest.raises(SurfaceFailure):
             build(source(text), tmp_path)
 
-    def test_what_is_only_on_sm90_does_not_build_for_sm120(self, tmp_path: Path) -> None:
-        text = EMPTY + '__global__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }\n'
-        build(source(text), tmp_path, "sm90")
+    @pytest.mark.parametrize("platform", GPU_PLATFORMS)
+    def test_a_platform_builds_what_its_table_has(self, platform: str, tmp_path: Path) -> None:
+        """The compiler itself confirms the instructions of records/architectures.py."""
+        granted = GPU_PLATFORMS[platform].instructions
+        build(source(probes(granted)), tmp_path, platform)
+        lacking = {word for word in PROBES if word not in granted and (platform, word) not in LATER}
         with pytest.raises(SurfaceFailure) as caught:
-            build(source(text), tmp_path, "sm120")
-        assert "wgmma" in caught.value.log
+            build(source(probes(lacking)), tmp_path, platform)
+        refused = [line for line in caught.value.log.splitlines() if ".target" in line]
+        for word in lacking:
+            assert any(PROBES[word][0] in line for line in refused), word
 
     @pytest.mark.skipif(not package_folders("cutlass_library"), reason="nvidia-cutlass is not installed")
     def test_cute_is_there_by_name(self, tmp_path: Path) -> None:

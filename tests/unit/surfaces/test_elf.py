@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure
 from pytest_klineage.surfaces.cpp import CppBackend
-from pytest_klineage.surfaces.elf import MAGIC, check_entry, exported_names
+from pytest_klineage.surfaces.elf import MAGIC, check_entry, exported_names, needed_libraries
 
 TEXT = """
 #include "klineage.h"
@@ -42,6 +43,11 @@ def test_names_are_those_that_the_loader_finds(library: Path) -> None:
         assert loaded[name]
 
 
+def test_needed_libraries_are_those_of_the_linker(library: Path) -> None:
+    assert "libm.so.6" in needed_libraries(library.read_bytes())
+    assert all(re.fullmatch(r"lib[\w+]+\.so\.\d+|ld-[\w.-]+", name) for name in needed_libraries(library.read_bytes()))
+
+
 def test_a_missing_entry_says_how_to_declare_it(library: Path) -> None:
     check_entry(library.read_bytes(), "run")
     with pytest.raises(SurfaceFailure, match='extern "C" int walk') as caught:
@@ -53,6 +59,7 @@ def test_a_missing_entry_says_how_to_declare_it(library: Path) -> None:
 def test_other_bytes_are_left_to_the_loader(content: bytes, marked: bool) -> None:
     names = exported_names(MAGIC + content if marked else content)
     assert names is None or names == frozenset()
+    assert needed_libraries(MAGIC + content if marked else content) == frozenset()
     check_entry(content, "run")
 
 

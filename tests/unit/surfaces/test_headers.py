@@ -9,10 +9,9 @@ import pytest
 
 from pytest_klineage.errors import MissingDependency
 from pytest_klineage.records import KernelSource, SourceFile, Surface
-from pytest_klineage.surfaces import headers
+from pytest_klineage.surfaces import native
 from pytest_klineage.surfaces.cuda import CudaBackend
-from pytest_klineage.surfaces.headers import shared_headers
-from pytest_klineage.surfaces.native import INCLUDE_DIR
+from pytest_klineage.surfaces.native import INCLUDE_DIR, shared_headers
 from pytest_klineage.surfaces.toolkit import find_toolkit
 
 V1 = INCLUDE_DIR / "klineage" / "sm90" / "v1"
@@ -29,7 +28,7 @@ EMPTY = '#include "klineage.h"\nextern "C" int run(const klineage_call *) { retu
 
 
 def source(*texts: str) -> KernelSource:
-    files = tuple(SourceFile(f"kernel{place}.cu", text) for place, text in enumerate(texts))
+    files = tuple(SourceFile(f"kernel{position}.cu", text) for position, text in enumerate(texts))
     return KernelSource(surface=Surface.CUDA, files=files, entry="run")
 
 
@@ -53,7 +52,7 @@ def test_a_computed_include_is_found() -> None:
 
 
 @pytest.mark.parametrize("text", [EMPTY, include("nothing"), '#include "klineage/sm90/v0/tma.cuh"\n'])
-def test_a_source_without_them_has_none(text: str) -> None:
+def test_a_source_without_headers_has_no_digest(text: str) -> None:
     assert shared_headers(source(text)) == ()
 
 
@@ -62,14 +61,14 @@ def test_headers_that_headers_include_count(tmp_path: Path, monkeypatch: pytest.
     folder.mkdir(parents=True)
     (folder / "a.cuh").write_text(include("b"))
     (folder / "b.cuh").write_text(include("a"))
-    monkeypatch.setattr(headers, "INCLUDE_DIR", tmp_path)
+    monkeypatch.setattr(native, "INCLUDE_DIR", tmp_path)
     assert [header.name[-5:] for header in shared_headers(source(include("a")))] == ["a.cuh", "b.cuh"]
 
 
 def test_a_changed_header_is_another_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "klineage" / "sm90" / "v1"
     folder.mkdir(parents=True)
-    monkeypatch.setattr(headers, "INCLUDE_DIR", tmp_path)
+    monkeypatch.setattr(native, "INCLUDE_DIR", tmp_path)
     with_one, without = source(include("a") + EMPTY), source(EMPTY)
     (folder / "a.cuh").write_text("// one\n")
     first = [CudaBackend().recipe(one, platform="sm90") for one in (with_one, without)]

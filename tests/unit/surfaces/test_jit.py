@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import MissingDependency
-from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
+from pytest_klineage.records import GPU_PLATFORMS, Code, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import SurfaceFailure, ahead, declared, jit
 from pytest_klineage.surfaces.base import Built
 from pytest_klineage.surfaces.jit import JitBackend, copy_entries
@@ -93,18 +93,16 @@ class TestBuild:
         assert second.artifact == first.artifact
         assert build(source(), tmp_path).build.cached
 
-    def test_the_file_sees_the_files_beside_it_and_installed_packages(self, tmp_path: Path) -> None:
+    def test_the_file_can_import_neighbours_and_packages(self, tmp_path: Path) -> None:
         text = "import msgspec\nfrom tiles import SIZE\nassert SIZE == 4\n" + PLAIN
         assert build(source(text, SourceFile("tiles.py", "SIZE = 4\n")), tmp_path).artifact.is_dir()
 
-    def test_what_is_published_is_the_source_and_not_what_its_code_made_of_it(self, tmp_path: Path) -> None:
+    def test_the_original_source_is_published(self, tmp_path: Path) -> None:
         text = "from pathlib import Path\nPath(__file__).write_text('changed')\n" + PLAIN
         built = build(source(text), tmp_path)
         assert (built.artifact / "kernel.py").read_text() == text
 
-    def test_the_worker_gets_folders_of_its_own_for_what_is_compiled_later(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_worker_gets_its_own_compile_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         monkeypatch.setenv("PLAIN_CACHE_DIR", "elsewhere")
         monkeypatch.setattr(sys, "path", list(sys.path))
@@ -117,18 +115,18 @@ class TestBuild:
 
     def test_a_worker_of_these_surfaces_may_start_processes(self) -> None:
         assert JitBackend.allow_processes
-        assert JitBackend.platforms == ("sm90", "sm120")
+        assert JitBackend.platforms == tuple(GPU_PLATFORMS)
 
 
 class TestFailures:
-    def test_what_the_file_raises_is_told_with_its_line(self, tmp_path: Path) -> None:
+    def test_what_the_file_raises_is_reported_with_its_line(self, tmp_path: Path) -> None:
         found = failure(source("def size():\n    raise ValueError('no such tile')\n\nsize()\n"), tmp_path)
         assert found.code is Code.COMPILE
         assert "ValueError: no such tile" in found.log
         assert "kernel.py, line 2, in size" in found.log
         assert str(tmp_path) not in found.log
 
-    def test_a_file_that_is_no_python_is_told_before_anything_starts(self, tmp_path: Path) -> None:
+    def test_invalid_python_is_reported_before_anything_starts(self, tmp_path: Path) -> None:
         found = failure(source("def run(:\n"), tmp_path)
         assert found.code is Code.COMPILE
         assert "mine.py is not valid Python" in found.message
@@ -189,7 +187,7 @@ class TestAnswer:
         assert (answer.entry, answer.units[0].name) == (True, "tile")
 
     @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "01.cubin", "00.so", "00.cu", "", "x\n00.cubin"])
-    def test_a_file_that_is_none_of_its_own_is_refused(self, name: str, tmp_path: Path) -> None:
+    def test_a_foreign_file_is_refused(self, name: str, tmp_path: Path) -> None:
         with pytest.raises(SurfaceFailure, match="no file of its own"):
             declared.read_answer(self.write(tmp_path, file=name), "")
 
@@ -280,11 +278,15 @@ class TestDeclarations:
 def test_beside_a_compiler_its_own_folder_may_be_read(
     named: str, program: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {"home": tmp_path / "home", "other": tmp_path / "other", "link": tmp_path.parent / f"{tmp_path.name}-link"}
-    places["home"].mkdir()
-    places["link"].symlink_to(places["home"])
-    monkeypatch.setenv("HOME", str(places[named]))
-    assert declared.installation_of(program.format(**places)) == folder.format(**places)
+    positions = {
+        "home": tmp_path / "home",
+        "other": tmp_path / "other",
+        "link": tmp_path.parent / f"{tmp_path.name}-link",
+    }
+    positions["home"].mkdir()
+    positions["link"].symlink_to(positions["home"])
+    monkeypatch.setenv("HOME", str(positions[named]))
+    assert declared.installation_of(program.format(**positions)) == folder.format(**positions)
 
 
 def test_a_home_below_the_root_leaves_its_neighbours_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from pytest_klineage.records import DTYPES, Code, KernelSource, Slot, SourceFile, Surface
 from pytest_klineage.records.signature import dense, permuted
 from pytest_klineage.surfaces import SurfaceFailure
-from pytest_klineage.surfaces.base import Loaded, Memory
+from pytest_klineage.surfaces.base import LoadedKernel, Memory
 from pytest_klineage.surfaces.cpp import CppBackend, find_compiler
 from pytest_klineage.surfaces.native import (
     ABI_VERSION,
@@ -121,7 +121,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return CppBackend().build(source, tmp_path_factory.mktemp("cache"), platform="cpu", timeout_s=60).artifact
 
 
-def kernel(library: Path, entry: str) -> Loaded:
+def kernel(library: Path, entry: str) -> LoadedKernel:
     return CppBackend().load(library, entry, "")
 
 
@@ -139,7 +139,7 @@ def test_scalars_reach_the_kernel_by_name(library: Path, arguments: Arguments) -
     assert doubles(memory, slot)[:4] == [0.125, -2.0, 2.0, 128.0]
 
 
-def test_a_kernel_without_scalars_gets_none(library: Path, arguments: Arguments) -> None:
+def test_a_kernel_without_scalars_gets_no_argument(library: Path, arguments: Arguments) -> None:
     memory, slot = arguments((), OUTPUTS)
     kernel(library, "scalars").bind(memory, slot, {})()
     assert doubles(memory, slot)[:4] == [-1.0, -2.0, 0.0, -3.0]
@@ -195,7 +195,7 @@ def test_a_missing_entry_is_named_with_its_declaration(entry: str, library: Path
     assert f'extern "C" int {entry}(' in caught.value.message
 
 
-def test_a_file_that_is_no_library_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_library_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kernel.so").write_text("not a library")
     with pytest.raises(SurfaceFailure, match="cannot be loaded"):
         NativeKernel(tmp_path / "kernel.so", "run")

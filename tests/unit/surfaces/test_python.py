@@ -74,7 +74,7 @@ def test_several_outputs_come_as_a_tuple(tmp_path: Path, arguments: Arguments) -
     assert [float(output[0, 0]) for output in outputs] == [1.0, 10.0]
 
 
-def test_scalars_are_passed_by_name_where_the_function_has_the_name(tmp_path: Path, arguments: Arguments) -> None:
+def test_scalars_are_passed_by_matching_parameter_name(tmp_path: Path, arguments: Arguments) -> None:
     text = "def run(a, b, scale, stride=7):\n    return scale, type(scale), stride, type(stride)\n"
     result, _ = call(source(text), tmp_path, arguments, scalars={"scale": 0.5, "stride": 2.0, "padding": 1.0})
     assert result == (0.5, float, 2, int)
@@ -136,7 +136,7 @@ def test_a_file_that_is_no_python_fails_to_build(text: str, tmp_path: Path) -> N
     assert caught.value.code is Code.COMPILE
 
 
-def test_a_syntax_error_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_syntax_error_is_reported_with_its_line(tmp_path: Path) -> None:
     with pytest.raises(SurfaceFailure, match="line 2"):
         PythonBackend().build(source("x = 1\ny = = 2\n"), tmp_path, platform="cpu", timeout_s=60)
 
@@ -182,7 +182,7 @@ def test_the_names_a_function_accepts(function: Callable[..., object], names: se
     assert names is None or found == names
 
 
-def test_a_builtin_that_does_not_say_its_names_has_none() -> None:
+def test_a_builtin_without_a_signature_has_no_names() -> None:
     assert parameter_names(torch.mm) == frozenset()
 
 

@@ -96,13 +96,14 @@ class TestSass:
             ("HGMMA", "wgmma"), ("QGMMA", "wgmma"), ("IGMMA", "wgmma"), ("HMMA", "mma"), ("IMMA", "mma"),
             ("DMMA", "mma"), ("QMMA", "mma"), ("OMMA", "mma"), ("LDGSTS", "cp_async"), ("UBLKCP", "bulk_copy"),
             ("UTMAREDG", "tma_reduce"), ("UTMAPF", "tma_prefetch"), ("LDSM", "ldmatrix"),
+            ("UTCHMMA", "tcgen05"), ("UTCQMMA", "tcgen05"), ("UTCOMMA", "tcgen05"),
         ],
     )  # fmt: skip
     def test_an_opcode_has_one_word(self, opcode: str, word: str) -> None:
         assert list(words(opcode)) == [word]
 
     @pytest.mark.parametrize("opcode", ["FFMA", "LDG", "LDGDEPBAR", "STS", "UTMACMDFLUSH", "UTMACCTL", "MMA", "XHMMA"])
-    def test_others_have_none(self, opcode: str) -> None:
+    def test_other_surfaces_have_no_resources(self, opcode: str) -> None:
         assert list(words(opcode)) == []
 
     def test_every_word_that_may_be_required_can_be_found(self) -> None:
@@ -126,7 +127,7 @@ class TestDisassembly:
         found = with_instructions(self.KERNELS, tmp_path / "k.so", tool)
         assert [kernel.instructions for kernel in found] == [("mma",), ()]
 
-    def test_a_failure_is_told(self, tmp_path: Path) -> None:
+    def test_a_failure_is_reported(self, tmp_path: Path) -> None:
         tool = self.tool(tmp_path, "echo 'not a file' >&2; exit 3")
         with pytest.raises(SurfaceFailure, match="status 3") as caught:
             with_instructions(self.KERNELS, tmp_path / "k.so", tool)

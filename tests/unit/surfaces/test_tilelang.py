@@ -116,13 +116,13 @@ class TestRealBuilds:
         monkeypatch.setenv("CXX", str(compiler))
         assert len(build(source(), tmp_path / "cache", "sm120").build.kernels) == 1
 
-    def test_what_tilelang_refuses_is_told_in_its_words(self, tmp_path: Path) -> None:
+    def test_tilelang_refusals_are_quoted(self, tmp_path: Path) -> None:
         with pytest.raises(SurfaceFailure) as caught:
             build(source(SCALE.replace("* factor", "* undeclared_factor")), tmp_path)
         assert caught.value.code is Code.COMPILE
         assert "undeclared_factor" in caught.value.log
 
-    def test_a_declaration_without_a_program_is_told(self, tmp_path: Path) -> None:
+    def test_a_declaration_without_a_program_is_reported(self, tmp_path: Path) -> None:
         with pytest.raises(SurfaceFailure) as caught:
             build(source(SCALE.replace("    return scale_tile\n", "")), tmp_path)
         assert "returned no TileLang program" in caught.value.log

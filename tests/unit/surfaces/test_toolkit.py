@@ -87,7 +87,7 @@ class TestNvcc:
 
 
 class TestDisassembler:
-    def test_one_program_alone_is_none(self, program: Program) -> None:
+    def test_one_program_alone_is_no_toolkit(self, program: Program) -> None:
         program("cuobjdump")
         assert toolkit.find_disassembler() is None
 

@@ -9,7 +9,8 @@ from pytest_klineage.worker.oracle import as_timed
 
 
 def mismatch(error: float, bound: float = 12.0) -> Reason:
-    return Reason(code=Code.MISMATCH, message="y is off", evidence={"regime": "r", "error": error, "bound": bound})
+    evidence = {"input_distribution": "r", "error": error, "bound": bound}
+    return Reason(code=Code.MISMATCH, message="y is off", evidence=evidence)
 
 
 @pytest.mark.parametrize(("error", "is_cheat"), [(12.1, False), (24.0, False), (24.1, True), (4e6, True)])

@@ -17,7 +17,7 @@ import torch
 
 from pytest_klineage.operators import make_case, operator
 from pytest_klineage.records import Code, KernelCase, KernelSource, SourceFile, Surface
-from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.worker.sanitized import Apart, host_inputs
 
@@ -65,7 +65,7 @@ extern "C" int run(const klineage_call *call) {
 }
 """
 CASE = make_case("gemm", (16, 16, 16), "fp32", "torch")
-Serve = Callable[..., tuple[int, Loaded | LoadFailed]]
+Serve = Callable[..., tuple[int, KernelLoaded | LoadFailed]]
 
 
 @pytest.fixture
@@ -95,13 +95,13 @@ def serve(tmp_path: Path) -> Serve:
             capture_output=True,
         )  # fmt: skip
         assert (work / "answer.json").exists(), done.stderr.decode()
-        return done.returncode, msgspec.json.decode((work / "answer.json").read_bytes(), type=Loaded | LoadFailed)
+        return done.returncode, msgspec.json.decode((work / "answer.json").read_bytes(), type=KernelLoaded | LoadFailed)
 
     return run
 
 
 def test_a_kernel_that_ends_twice_is_done(serve: Serve) -> None:
-    assert serve() == (0, Loaded())
+    assert serve() == (0, KernelLoaded())
 
 
 def test_it_is_called_twice(serve: Serve) -> None:
@@ -115,7 +115,7 @@ def test_it_is_not_called_a_third_time(serve: Serve) -> None:
     assert status == 0
 
 
-def test_an_error_of_the_device_is_told(serve: Serve) -> None:
+def test_an_error_of_the_device_is_reported(serve: Serve) -> None:
     status, answer = serve(fail_at=2)
     assert status == 1
     assert isinstance(answer, LoadFailed)
@@ -127,7 +127,7 @@ def test_a_contained_kernel_writes_to_its_directory_only(serve: Serve, tmp_path:
     there = tmp_path / "elsewhere"
     status, answer = serve(f'FILE *file = fopen("{there}", "w"); if (file) fclose(file);', sandbox=True)
     assert status == 0
-    assert isinstance(answer, Loaded)
+    assert isinstance(answer, KernelLoaded)
     assert "capabilities" in answer.containment
     if any(name.startswith("landlock") for name in answer.containment):
         assert not there.exists()
@@ -137,7 +137,7 @@ def test_inputs_lie_in_memory_as_the_signature_says() -> None:
     case = make_case("conv2d", (2, 3, 5, 6, 4, 3, 1, 1), "fp16", "torch", layout="nhwc")
     chosen = operator("conv2d")
     signature = chosen.signature(case)
-    made = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.regimes[0])
+    made = chosen.make_inputs(case, torch.Generator().manual_seed(1), chosen.input_distributions[0])
     for spec, tensor in zip(signature.inputs, host_inputs(case, signature), strict=True):
         assert tensor.stride() == spec.strides
         assert tensor.untyped_storage().nbytes() == spec.num_elements * 2

@@ -77,7 +77,7 @@ def test_a_process_that_was_continued_and_sleeps_is_seen() -> None:
         process.kill()
 
 
-def test_in_a_group_of_its_own_nobody_inside_can_undo_the_stop(busy: int) -> None:
+def test_a_stopped_group_cannot_be_continued_from_inside(busy: int) -> None:
     stopper = Stopper(busy)
     if stopper.group is None:
         stopper.close()
@@ -103,3 +103,15 @@ def test_a_process_that_has_ended_stands_still() -> None:
         stopper.stop()
         assert not stopper.broke_out()
         stopper.close()
+
+
+@pytest.mark.usefixtures("without_groups")
+def test_cpu_time_of_a_stopping_thread_is_forgiven(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A halted virtual machine shows its thread as stopped, and counts on."""
+    readings = iter([1_000_000, 4_000_000, 4_000_000, 6_000_000])
+    last = 6_000_000
+    monkeypatch.setattr(stopping, "used_ns", lambda _pid: next(readings, last))
+    stopper = Stopper(busy)
+    stopper.stop()
+    assert not stopper.broke_out()
+    stopper.close()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
 
-from pytest_klineage.worker.traps import Operators, computes, operator_of
+from pytest_klineage.worker.traps import MOVING, Operators, computes, operator_of
 
 OPERATORS = Operators(
     computing=frozenset({"mm", "add", "addmm", "topk", "_softmax", "copysign", "linalg_qr", "sum"}),
@@ -26,6 +27,12 @@ OPERATORS = Operators(
         "_ZN2at6native7cpublas4gemmENS0_13TransposeTypeES2_lllffPKflS4_lfPfl", "_ZN2at6native9linalg_qrERKNS_6TensorE",
         "_ZN2at3cpu13something_newERKNS_6TensorE", "aoti_torch_cpu_mm_out",
         "_ZN2at6native18structured_sum_out4implERKNS_6TensorE", "aoti_torch_cpu__softmax_out",
+        "_ZN6fbgemm13SparseDenseMMEiiPKiS1_PKfS3_iPfib", "_ZNK6fbgemm11PackBMatrixIaiE10metaEqualsERKS1_",
+        "_ZN7qnnpack13qnnpackLinearEmmmhPKhPKfhhhS1_mPvPhmP11pthreadpool", "_ZN4gloo3sumIfEEvPvPKvS3_m",
+        "_ZN18PackedLinearWeight10apply_implILb0EEERN2at6TensorERKS2_", "pytorch_qnnp_run_operator",
+        "nnp_convolution_output", "mkl_blas_avx2_xztrmm_left_lower_fullacopybcopy", "MKLGDFTFwdBatch_32fc", "sgetrf_64",
+        "scipy_dgesdd_64_", "LAPACKE_sgels", "vsExp", "VMDLN_64_", "sscal_", "inplace_scaled_exp_minus_c__avx2",
+        "_ZN2at6native24structured_ufunc_add_CPU4implERKNS_6TensorES4_RKN3c106ScalarES4_",
     ],
 )  # fmt: skip
 def test_what_computes_is_known_by_its_name(name: str) -> None:
@@ -40,10 +47,28 @@ def test_what_computes_is_known_by_its_name(name: str) -> None:
         "_ZN2at6native6matmulERKNS_6TensorES3_", "_ZN2at6native12empty_sparseEv", "PyInit__C",
         "_ZN2at4_ops2mm4callERKNS_6TensorES4_",
         "_ZN2at6native13resize_outputERKNS_6TensorE", "_ZN2at6native3sumERKNS_6TensorE", "sigemptyset", "scaldtb",
+        "_ZN6fbgemm11PackBMatrixIaiED1Ev", "_ZN6fbgemm18fbgemmSupportedCPUEv", "_ZN4gloo7ContextD1Ev",
+        "mkl_serv_malloc", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb", "_ZN6fbgemm19Float16ToFloat_simdEPKtPfm",
+        "mkl_set_num_threads_local", "pytorch_qnnp_initialize", "vmlSetMode", "Sleef_expf16_u10avx512f", "scopy_",
     ],
 )  # fmt: skip
-def test_what_moves_bytes_or_goes_through_the_dispatcher_is_left_alone(name: str) -> None:
+def test_byte_moves_and_dispatched_calls_are_left_alone(name: str) -> None:
     assert not computes(name, OPERATORS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_ZN2at6native5copy_ERNS_6TensorERKS1_b", "_ZN2at25compositeexplicitautograd5cloneERKNS_6TensorE", "scopy_",
+     "cblas_dcopy", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb"],
+)  # fmt: skip
+def test_what_copies_is_known_by_its_name(name: str) -> None:
+    assert MOVING.match(name)
+    assert not computes(name, OPERATORS)
+
+
+@pytest.mark.parametrize("name", ["_ZN2at6native8copysignERKNS_6TensorE", "memcpy", "_ZN2at6native5fill_ERNS_6TensorE"])
+def test_other_names_are_not_those_of_copies(name: str) -> None:
+    assert not MOVING.match(name)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +93,35 @@ print("refused", float(a.clone()[0, 0]), flush=True)
 static(a, a)
 print("computed", flush=True)
 """
+
+
+COPYING = """
+import ctypes
+from pathlib import Path
+import torch
+from pytest_klineage.worker.sandbox.refusal import FrameworkRefused, refuse_compute, refuse_copies
+a = torch.arange(12.0).view(3, 4)
+refuse_compute()
+refuse_copies()
+print(a[1:].t().shape == (4, 2), a.contiguous().to(torch.float32) is a, torch.tensor([[1.5]]).tolist(), sep="")
+own = torch.empty(3, 4)
+for function in (a.clone, a.t().contiguous, a.half, lambda: own.copy_(a), lambda: a.t().reshape(12),
+                 lambda: torch.permute_copy(a, (1, 0)), lambda: own.untyped_storage().copy_(a.untyped_storage())):
+    try:
+        function()
+        print("copied")
+    except FrameworkRefused as error:
+        print("refused" if "only moves bytes" in str(error) else str(error))
+print("end", flush=True)
+library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+getattr(library, "_ZN2at6native5copy_ERNS_6TensorERKS1_b")(0, 0, 0)
+"""
+
+
+def test_copies_are_refused_where_they_are_all_of_the_work() -> None:
+    out = subprocess.run([sys.executable, "-c", COPYING], capture_output=True, text=True, timeout=120, check=False)
+    assert out.stdout.split("\n")[:-1] == ["TrueTrue[[1.5]]", *["refused"] * 7, "end"], out.stderr
+    assert out.returncode == -signal.SIGILL
 
 
 def test_the_static_runtime_crashes_where_it_would_compute() -> None:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Generator
 
-from pytest_klineage.lab.llm.faults import MalformedReply
+import msgspec
+
+from pytest_klineage.lab.library.lineages import RIGHT
+from pytest_klineage.lab.llm.faults import Malformation, MalformedReply
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.adaexplore import prompts, rules
-from pytest_klineage.lab.optimizers.adaexplore.edits import edited
-from pytest_klineage.lab.optimizers.adaexplore.rules import Rule
-from pytest_klineage.lab.optimizers.adaexplore.settings import AdaExploreSettings, MemoryMode
-from pytest_klineage.lab.optimizers.adaexplore.tree import Action, Grade, Node, Origin, SearchTree
-from pytest_klineage.lab.optimizers.published import (
-    Answer,
+from pytest_klineage.lab.optimizers.adaexplore.rules import MemoryRule
+from pytest_klineage.lab.optimizers.adaexplore.tree import (
+    Action,
+    AdaExploreSettings,
+    Grade,
+    MemoryMode,
+    Node,
+    NodeOrigin,
+    SearchTree,
+)
+from pytest_klineage.lab.optimizers.proposal import (
     FreshChat,
-    Notebook,
+    NumberedReply,
     base_of,
     first_block_source,
     main_text,
-    recorded_note,
     with_main_text,
 )
+from pytest_klineage.lab.optimizers.recording import Notebook, recording_of
 from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
 from pytest_klineage.records import Code, KernelSource, Status
 
@@ -31,7 +40,11 @@ JUDGE_TOKENS = 1000
 START_TOPIC, RULES_TOPIC, NODE_TOPIC = "adaexplore start", "adaexplore rules", "adaexplore node"
 SAVED_TOPIC = "adaexplore saved"
 UNBUILT = (Status.BUILD_ERROR, Status.SKIPPED)
-RIGHT = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
+PAIR = re.compile(
+    r"<old_str_(?P<number>\d+)>(?P<old>.*?)</old_str_(?P=number)>\s*"
+    r"<new_str_(?P=number)>(?P<new>.*?)</new_str_(?P=number)>",
+    re.S,
+)
 
 
 class AdaExplore:
@@ -48,7 +61,7 @@ class AdaExplore:
 
     def proposals(self, task: Task, models: Session) -> Generator[Proposal, Observation, None]:
         """One kernel per step, until `total_steps`. The root is shown to models, and is not in the tree."""
-        yield from _Search(self.settings, task, models).steps()
+        yield from _TreeSearch(self.settings, task, models).steps()
 
 
 def grade_of(seen: Observation) -> Grade:
@@ -61,7 +74,7 @@ def grade_of(seen: Observation) -> Grade:
     return Grade(compiled, correct, seen.speedup or 0.0 if correct else 0.0)
 
 
-class _Search:
+class _TreeSearch:
     """One search: the tree, the chats, the rules."""
 
     def __init__(self, settings: AdaExploreSettings, task: Task, models: Session) -> None:
@@ -96,7 +109,7 @@ class _Search:
 
     def _proposal(self, action: Action) -> Proposal:
         answer, base = self._asked(action)
-        parent = action.shown[-1].kernel if action.origin is Origin.SMALL else None
+        parent = action.shown[-1].kernel if action.origin is NodeOrigin.SMALL else None
         source, malformed = None, ""
         try:
             source = self._edited(answer, base) if parent is not None else first_block_source(answer, base)
@@ -110,33 +123,28 @@ class _Search:
             malformed=malformed,
         )
 
-    def _asked(self, action: Action) -> tuple[Answer, KernelSource]:
+    def _asked(self, action: Action) -> tuple[NumberedReply, KernelSource]:
         """The reply to a step's prompts, and the kernel that it goes into."""
         shown = rules.over_threshold(self._rules, self._settings.threshold)
-        if action.origin is Origin.LARGE:
+        if action.origin is NodeOrigin.LARGE:
             return self._chat("proposer").ask(prompts.large_step(shown, action.shown)), base_of(self._task)
         guidance = prompts.FIXED_GUIDANCE
-        if self._is_reviewed(action):
+        if any(node.grade.correct for node in action.shown):
             guidance = self._chat("reviser").ask(prompts.review(shown, action.shown[-1])).text
         prompt = prompts.small_step(shown, action.shown, guidance or prompts.FIXED_GUIDANCE)
         return self._chat("tuner").ask(prompt), action.shown[-1].kernel or base_of(self._task)
 
-    def _is_reviewed(self, action: Action) -> bool:
-        if not self._settings.reviewer:
-            return False
-        return self._settings.force_reviewer or any(node.grade.correct for node in action.shown)
-
-    def _edited(self, answer: Answer, base: KernelSource) -> KernelSource:
+    def _edited(self, answer: NumberedReply, base: KernelSource) -> KernelSource:
         head = answer.text.partition("<")[0]
         return with_main_text(head, base, edited(main_text(base), answer.text).text)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _first_rules(self) -> tuple[Rule, ...]:
+    def _first_rules(self) -> tuple[MemoryRule, ...]:
         """The rules to begin with: those of the file, or those that a recorded run began with; noted down."""
-        found: tuple[Rule, ...] = ()
+        found: tuple[MemoryRule, ...] = ()
         if self._settings.rules_path is not None:
-            recorded = recorded_note(self._models, START_TOPIC)
+            recorded = recording_of(self._models).first(START_TOPIC)
             found = rules.load(self._settings.rules_path) if recorded is None else rules.parsed(recorded)
         self._notes.note(START_TOPIC, rules.written(found))
         return found
@@ -148,7 +156,7 @@ class _Search:
         if rule is None:
             self._notes.note(RULES_TOPIC, f"step {seen.step}: nothing learnt")
             return
-        comparison = rules.Comparison()
+        comparison = rules.RuleComparison()
         if self._rules:
             prompt = prompts.comparison(self._rules, rule)
             comparison = rules.read_comparison(self._chat("judge").ask(prompt, max_output_tokens=JUDGE_TOKENS).text)
@@ -159,8 +167,8 @@ class _Search:
     def _save(self) -> None:
         """Write the rules to their file, once, unless the run is a replay."""
         path = self._settings.rules_path
-        saved = recorded_note(self._models, SAVED_TOPIC) is not None or isinstance(self._models.backend, ReplayBackend)
-        if path is not None and not saved:
+        saved = recording_of(self._models).first(SAVED_TOPIC) is not None
+        if path is not None and not saved and not isinstance(self._models.backend, ReplayBackend):
             rules.save(path, self._rules)
         self._notes.note(SAVED_TOPIC, f"{len(self._rules)} rules")
 
@@ -169,18 +177,11 @@ class _Search:
     def _chat(self, role: str) -> FreshChat:
         """The chat of a role, opened when it is first needed. Rules are made without the contract."""
         if role not in self._chats:
-            template = {
-                "proposer": prompts.PROPOSER,
-                "reviser": prompts.REVISER,
-                "tuner": prompts.TUNER,
-                "extractor": prompts.EXTRACTOR,
-                "judge": prompts.JUDGE,
-            }[role]
             about_task = role in ("proposer", "reviser", "tuner")
             self._chats[role] = FreshChat(
                 self._models,
                 f"adaexplore-{role}",
-                system=prompts.system(template, self._task),
+                system=prompts.system(role, self._task),
                 context=prompts.context(self._task) if about_task else (),
                 max_output_tokens=self._settings.max_output_tokens,
             )
@@ -194,3 +195,54 @@ class _Search:
             f"node {node.number} ({node.origin.value}) below {parent}, depth {node.depth}, shown {shown}; reward "
             f"{node.grade.reward:.6g}; best is node {self._tree.best.number}",
         )
+
+
+class Edited(msgspec.Struct, frozen=True):
+    """A text after edits, and how many of them applied."""
+
+    text: str
+    applied: int
+    skipped: int
+
+
+def edited(text: str, reply: str) -> Edited:
+    """Apply all edits of a reply in order; one that fits nowhere, or in several places, is skipped.
+
+    Raises MalformedReply when none applies. The release judges the unchanged kernel once more then.
+    """
+    applied, pairs = 0, list(PAIR.finditer(reply))
+    for pair in pairs:
+        old, new = pair["old"].strip("\r\n"), pair["new"].strip("\r\n")
+        span = _span(text, old)
+        if span is not None and text[slice(*span)] != new:
+            text = text[: span[0]] + new + text[span[1] :]
+            applied += 1
+    if not pairs:
+        raise MalformedReply(Malformation.NO_EDIT, "the reply has no pair of old_str and new_str")
+    if not applied:
+        raise MalformedReply(
+            Malformation.EDIT_NOT_FOUND, f"none of {len(pairs)} edits applies: the old text must stand there once"
+        )
+    return Edited(text, applied, len(pairs) - applied)
+
+
+def _span(text: str, old: str) -> tuple[int, int] | None:
+    """Where the old text stands: literally; else without blanks at ends of lines; else also without empty lines."""
+    for wanted in (re.escape(old), _loose(old), _loose(_without_empty_ends(old))):
+        found = [match.span() for match in re.finditer(wanted, text)] if old.strip() else []
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
+
+
+def _loose(old: str) -> str:
+    return r"[ \t]*\n".join(re.escape(line.rstrip()) for line in old.split("\n"))
+
+
+def _without_empty_ends(old: str) -> str:
+    lines = old.split("\n")
+    while lines and not lines[0].strip():
+        lines.pop(0)
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return "\n".join(lines)

@@ -32,14 +32,14 @@ NUMERICAL = (Code.MISMATCH, Code.NON_FINITE, Code.UNWRITTEN)
 LEARNT_FROM_NOTHING = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE, Status.SKIPPED)
 
 
-class Rule(msgspec.Struct, frozen=True):
+class MemoryRule(msgspec.Struct, frozen=True):
     """What cannot be done, in one sentence, and how often it was met."""
 
     text: str
     count: float = 1.0
 
 
-class Comparison(msgspec.Struct, frozen=True):
+class RuleComparison(msgspec.Struct, frozen=True):
     """A judge's answer about a new rule: which of the old ones it repeats."""
 
     duplicate: bool = False
@@ -61,48 +61,48 @@ def extracted_rule(text: str) -> str | None:
     return " ".join(last.split())[:RULE_CHARACTERS].rstrip() or None
 
 
-def read_comparison(text: str) -> Comparison:
+def read_comparison(text: str) -> RuleComparison:
     """A judge's reply, read as leniently as the release does; a reply that cannot be read finds no duplicate."""
     braces = re.search(r"\{[^{}]*\}", text)
     if braces is None:
         number = re.search(r"\d+", text)
         if "true" in text.lower() and "duplicate" in text.lower() and number:
-            return Comparison(True, int(number[0]), UNSURE_CONFIDENCE)
-        return Comparison()
+            return RuleComparison(True, int(number[0]), UNSURE_CONFIDENCE)
+        return RuleComparison()
     try:
         found = msgspec.json.decode(braces[0])
         index = found.get("matched_index")
-        return Comparison(
+        return RuleComparison(
             duplicate=found.get("is_duplicate") is True,
             index=None if index is None else int(index),
             confidence=float(found.get("confidence", 0.0)),
         )
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError):
-        return Comparison()
+        return RuleComparison()
 
 
-def merged(rules: tuple[Rule, ...], text: str, comparison: Comparison) -> tuple[Rule, ...]:
+def merged(rules: tuple[MemoryRule, ...], text: str, comparison: RuleComparison) -> tuple[MemoryRule, ...]:
     """The rules with a new one: an old one counted once more, with its old text, or the new one at the end."""
     index = comparison.index
     known = comparison.duplicate and comparison.confidence > CERTAIN and index is not None and 1 <= index <= len(rules)
     if not known or index is None:
-        return (*rules, Rule(text))
+        return (*rules, MemoryRule(text))
     old = rules[index - 1]
-    return (*rules[: index - 1], Rule(old.text, old.count + 1), *rules[index:])
+    return (*rules[: index - 1], MemoryRule(old.text, old.count + 1), *rules[index:])
 
 
-def over_threshold(rules: Iterable[Rule], threshold: float) -> tuple[Rule, ...]:
+def over_threshold(rules: Iterable[MemoryRule], threshold: float) -> tuple[MemoryRule, ...]:
     """The rules that a model is shown, in order."""
     return tuple(rule for rule in rules if rule.count >= threshold)
 
 
-def written(rules: Iterable[Rule]) -> str:
+def written(rules: Iterable[MemoryRule]) -> str:
     """Rules as the text of their file: a line each, the rule and its count."""
     return "".join(f"{rule.text}{SEPARATOR}{rule.count:.12g}\n" for rule in rules)
 
 
-def parsed(text: str, name: str = "rules") -> tuple[Rule, ...]:
-    """Rules from the text of a file. Raises UsageError with the line that is none."""
+def parsed(text: str, name: str = "rules") -> tuple[MemoryRule, ...]:
+    """Rules from the text of a file. Raises UsageError with the line that is not a rule."""
     rules = []
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
@@ -110,11 +110,11 @@ def parsed(text: str, name: str = "rules") -> tuple[Rule, ...]:
         rule, separator, count = line.rpartition(SEPARATOR)
         if not separator or not rule.strip() or not COUNT.fullmatch(count.strip()):
             raise UsageError(f"{name}, line {number}: a rule is written TEXT{SEPARATOR}COUNT, as in You cannot ...||3")
-        rules.append(Rule(rule.strip(), float(count)))
+        rules.append(MemoryRule(rule.strip(), float(count)))
     return tuple(rules)
 
 
-def load(path: Path) -> tuple[Rule, ...]:
+def load(path: Path) -> tuple[MemoryRule, ...]:
     """Rules of a file; none when it does not exist. Raises UsageError, or StoreError when it cannot be read."""
     try:
         return parsed(path.read_text(encoding="utf-8"), str(path))
@@ -124,8 +124,8 @@ def load(path: Path) -> tuple[Rule, ...]:
         raise StoreError(f"the rule file {path} cannot be read: {error}") from error
 
 
-def save(path: Path, rules: Iterable[Rule]) -> None:
-    """Replace a rule file as a whole; whoever saves at the same time waits. Raises StoreError."""
+def save(path: Path, rules: Iterable[MemoryRule]) -> None:
+    """Replace a rule file as a whole; others that save at the same time wait. Raises StoreError."""
     whole = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

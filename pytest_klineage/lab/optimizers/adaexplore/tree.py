@@ -1,6 +1,6 @@
 """AdaExplore's tree of kernels: rewards, selection, back-propagation, and which kernels a step is shown.
 
-Pure: the same settings, random numbers and grades make the same tree. Nobody is asked here and nothing is judged.
+Pure: the same settings, random numbers and grades make the same tree. Nothing is asked or judged here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.lab.optimizers.adaexplore.settings import AdaExploreSettings
+from pytest_klineage.errors import UsageError
 from pytest_klineage.records import KernelSource
 
 NOT_COMPILED, NOT_CORRECT = 0.0, 0.05
@@ -21,6 +22,61 @@ NOT_COMPILED, NOT_CORRECT = 0.0, 0.05
 MIN_REWARD, MAX_REWARD = 0.4, 1.6
 MIN_SPEEDUP, MAX_SPEEDUP = 0.1, 10.0
 """Speedups are clipped to this range, which the rewards cover linearly."""
+
+
+class MemoryMode(StrEnum):
+    """Where the rules that a model is shown come from."""
+
+    RESET = "reset"
+    """Empty at the start of every workload. The released program learns after a search, so no prompt shows a rule."""
+    ONLINE = "online"
+    """Empty at the start of every workload, and learnt after every failing step. This is not released behaviour."""
+    SHARED = "shared"
+    """A file of rules from other workloads, as in the publication."""
+
+
+class AdaExploreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The policy's parameters. Raises UsageError for values that cannot be."""
+
+    total_steps: int = 50
+    """Steps after which the search is over; each is one kernel."""
+    exploration: float = 0.3
+    """Weight c of the exploration term."""
+    expand_ratio: float = 1.0
+    """The weight for stopping at an inner node, as a share of `exploration`; 0.5 in the configuration for level 3."""
+    p_large: float = 0.2
+    """Probability of a large step where a small one is allowed."""
+    small_step_limit: int = 2
+    """Small steps from one node, after which only large ones are taken."""
+    memory_rounds: int = 5
+    """How many kernels of its chain a small step is shown."""
+    pool_size: int = 5
+    """How many kernels a large step is shown."""
+    memory: MemoryMode = MemoryMode.RESET
+    rules_path: Path | None = None
+    """The rule file of the mode `shared`."""
+    rule_threshold: float | None = None
+    """Count from which on a rule is shown; None for 3, and for 1 in the mode `online`."""
+    update_memory: bool = False
+    """Learn from the failed steps once the search is over, in the modes `reset` and `shared`."""
+    max_output_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        if min(self.total_steps, self.memory_rounds, self.pool_size, self.max_output_tokens) < 1:
+            raise UsageError("total_steps, memory_rounds, pool_size and max_output_tokens must be 1 or more")
+        if not 0 <= self.p_large <= 1:
+            raise UsageError(f"p_large lies between 0 and 1, got {self.p_large}")
+        if min(self.exploration, self.expand_ratio, self.small_step_limit) < 0:
+            raise UsageError("exploration, expand_ratio and small_step_limit must not be negative")
+        if (self.memory is MemoryMode.SHARED) != (self.rules_path is not None):
+            raise UsageError("the memory mode shared needs rules_path, a file of rules, and no other mode has one")
+
+    @property
+    def threshold(self) -> float:
+        """Count from which on a rule is shown."""
+        if self.rule_threshold is not None:
+            return self.rule_threshold
+        return 1.0 if self.memory is MemoryMode.ONLINE else 3.0
 
 
 class Grade(msgspec.Struct, frozen=True):
@@ -50,7 +106,7 @@ class Grade(msgspec.Struct, frozen=True):
         return MIN_REWARD + (MAX_REWARD - MIN_REWARD) * share
 
 
-class Origin(StrEnum):
+class NodeOrigin(StrEnum):
     """What made a node."""
 
     ROOT = "root"
@@ -60,11 +116,11 @@ class Origin(StrEnum):
 
 @dataclass(eq=False)
 class Node:
-    """One kernel of the tree. The root is none."""
+    """One kernel of the tree; the root has no kernel."""
 
     number: int
     """Order of creation; the root's is 0."""
-    origin: Origin
+    origin: NodeOrigin
     parent: Node | None = None
     kernel: KernelSource | None = None
     """None for the root, and for a reply that held no kernel."""
@@ -75,7 +131,6 @@ class Node:
     children: list[Node] = field(default_factory=list)
     visits: int = 0
     total_reward: float = 0.0
-    max_reward: float = 0.0
 
     @property
     def path(self) -> tuple[Node, ...]:
@@ -98,7 +153,7 @@ class Action:
     """The next step: where its kernel will hang, how it is made, and which kernels the model is shown."""
 
     at: Node
-    origin: Origin
+    origin: NodeOrigin
     shown: tuple[Node, ...]
     """Of a large step, the pool; of a small one, the chain, oldest first, whose last kernel is edited."""
 
@@ -108,16 +163,16 @@ class SearchTree:
 
     def __init__(self, settings: AdaExploreSettings, rng: random.Random) -> None:
         self.settings, self._rng = settings, rng
-        self.root = Node(0, Origin.ROOT)
+        self.root = Node(0, NodeOrigin.ROOT)
         self.best = self.root
         self.nodes = [self.root]
 
     def next_action(self) -> Action:
         """Select a node and choose a step from it."""
         node = self.select()
-        if self.choose(node) is Origin.SMALL and (chain := self.chain(node)):
-            return Action(node, Origin.SMALL, chain)
-        return Action(node, Origin.LARGE, self.pool(node))
+        if self.choose(node) is NodeOrigin.SMALL and (chain := self.chain(node)):
+            return Action(node, NodeOrigin.SMALL, chain)
+        return Action(node, NodeOrigin.LARGE, self.pool(node))
 
     def record(self, action: Action, kernel: KernelSource | None, grade: Grade, feedback: str = "") -> Node:
         """Hang a kernel into the tree and carry its reward up to the root."""
@@ -128,15 +183,13 @@ class SearchTree:
         for above in node.path:
             above.visits += 1
             above.total_reward += grade.reward
-            above.max_reward = max(above.max_reward, grade.reward)
         if grade.score > self.best.grade.score:
             self.best = node
         return node
 
     def value(self, node: Node) -> float:
-        """Q: a blend of the best and the mean reward below a node."""
-        mean = node.total_reward / node.visits if node.visits else 0.0
-        return self.settings.alpha * node.max_reward + (1 - self.settings.alpha) * mean
+        """Q: the mean reward below a node. The release can blend in the best one, and its configuration does not."""
+        return node.total_reward / node.visits if node.visits else 0.0
 
     def child_score(self, child: Node) -> float:
         """U: how much a descent into a child is worth."""
@@ -167,48 +220,27 @@ class SearchTree:
             node = favourite
         return node
 
-    def choose(self, node: Node) -> Origin:
+    def choose(self, node: Node) -> NodeOrigin:
         """Large from the root and where the small steps are used up; otherwise large at random."""
-        small = sum(child.origin is Origin.SMALL for child in node.children)
-        if node.origin is Origin.ROOT or small >= self.settings.small_step_limit:
-            return Origin.LARGE
-        return Origin.LARGE if self._rng.random() < self.settings.p_large else Origin.SMALL
+        small = sum(child.origin is NodeOrigin.SMALL for child in node.children)
+        if node.origin is NodeOrigin.ROOT or small >= self.settings.small_step_limit:
+            return NodeOrigin.LARGE
+        return NodeOrigin.LARGE if self._rng.random() < self.settings.p_large else NodeOrigin.SMALL
 
     def chain(self, node: Node) -> tuple[Node, ...]:
         """What a small step is shown: the last kernels since the large step above, oldest first."""
         chain: list[Node] = []
         for above in reversed(node.path):
             chain.insert(0, above)
-            if above.origin is not Origin.SMALL:
+            if above.origin is not NodeOrigin.SMALL:
                 break
         return tuple(node for node in chain[-self.settings.memory_rounds :] if node.kernel is not None)
 
     def pool(self, node: Node) -> tuple[Node, ...]:
-        """What a large step is shown: the best right kernel of every component on the path, and perhaps of others."""
-        heads = [above for above in node.path if above.origin is Origin.LARGE]
-        pool = best_of_components(heads)
+        """What a large step is shown: the best right kernel of every component on the path."""
+        pool = best_of_components(above for above in node.path if above.origin is NodeOrigin.LARGE)
         size = self.settings.pool_size
-        if len(pool) > size:
-            return tuple(self._rng.sample(pool, size))
-        most = min(size - len(pool), self.settings.pool_extra)
-        if most > 0:
-            others = [other for other in self.nodes if other.origin is Origin.LARGE and other not in heads]
-            pool += self._extras(best_of_components(others), most)
-        return tuple(pool)
-
-    def _extras(self, candidates: list[Node], most: int) -> list[Node]:
-        """Some of the candidates, by a truncated geometric count and by a softmax of their speedups."""
-        weights = [(1 - self.settings.geometric_p) ** count for count in range(most + 1)]
-        count = self._rng.choices(range(most + 1), weights)[0]
-        chosen: list[Node] = []
-        while candidates and len(chosen) < count:
-            fastest = max(node.grade.speedup for node in candidates)
-            scores = [
-                math.exp((node.grade.speedup - fastest) / self.settings.softmax_temperature) for node in candidates
-            ]
-            chosen.append(self._rng.choices(candidates, scores)[0])
-            candidates = [node for node in candidates if node is not chosen[-1]]
-        return chosen
+        return tuple(self._rng.sample(pool, size) if len(pool) > size else pool)
 
 
 def component(head: Node) -> Iterator[Node]:
@@ -217,7 +249,7 @@ def component(head: Node) -> Iterator[Node]:
     while waiting:
         node = waiting.pop()
         yield node
-        waiting += (child for child in node.children if child.origin is Origin.SMALL)
+        waiting += (child for child in node.children if child.origin is NodeOrigin.SMALL)
 
 
 def best_of_components(heads: Iterable[Node]) -> list[Node]:

@@ -13,9 +13,10 @@ import pytest
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.host import cpu
-from pytest_klineage.gate.host.cpu import LoadMeter, resolve_platform
+from pytest_klineage.gate.host.cpu import LoadMeter
+from pytest_klineage.gate.host.platforms import resolve_platform
 from pytest_klineage.records import PLATFORMS, from_json, to_json
-from pytest_klineage.records.platform import ALIASES, Machine
+from pytest_klineage.records.platform import Machine
 
 BURN = """
 import sys, time
@@ -44,14 +45,15 @@ def with_tool(monkeypatch: pytest.MonkeyPatch, directory: Path, script: str) -> 
     monkeypatch.setenv("PATH", str(directory))
 
 
-@pytest.mark.parametrize("name", [*PLATFORMS, *ALIASES])
+@pytest.mark.parametrize("name", PLATFORMS)
 def test_a_platform_or_its_alias_is_resolved(name: str) -> None:
-    assert resolve_platform(name) == ALIASES.get(name, name)
+    assert resolve_platform(name) == name
+    assert resolve_platform(name.replace("sm", "sm_").upper()) == name
 
 
 @pytest.mark.parametrize("name", ["", "tpu", "sm75"])
 def test_an_unknown_platform_is_refused(name: str) -> None:
-    with pytest.raises(UnknownName, match="auto, cpu, sm120, sm90"):
+    with pytest.raises(UnknownName, match="auto, cpu, sm100, sm103, sm120, sm80, sm86, sm89, sm90"):
         resolve_platform(name)
 
 
@@ -66,8 +68,10 @@ def row(number: int, capability: str) -> str:
     [
         (row(0, "9.0"), "sm90"),
         (f"{row(0, '12.0')}; {row(1, '9.0')}", "sm120"),
-        (f"{row(0, '8.6')}; {row(1, '9.0')}", "sm90"),
-        (row(0, "8.6"), "cpu"),
+        (f"{row(0, '7.5')}; {row(1, '9.0')}", "sm90"),
+        (row(0, "8.6"), "sm86"),
+        (row(0, "10.3"), "sm103"),
+        (row(0, "7.5"), "cpu"),
         ("echo 'NVIDIA-SMI has failed'; exit 9", "cpu"),
         ("exit 1", "cpu"),
     ],

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.errors import UnknownName, UsageError
+from pytest_klineage.errors import MissingDependency, UnknownName, UsageError
 from pytest_klineage.gate.host import gpus, monitor, neighbours, survey
-from pytest_klineage.gate.host.cpu import resolve_platform
-from pytest_klineage.gate.host.gpus import NoGpu, choose_gpu, describe_gpu, visible_gpus
+from pytest_klineage.gate.host.gpus import NoGpu, check_toolchain, choose_gpu, describe_gpu, visible_gpus
+from pytest_klineage.gate.host.hosts import CompileOnlyHost, DeviceHost, host_for
 from pytest_klineage.gate.host.monitor import read_state
-from pytest_klineage.records import from_json, to_json
+from pytest_klineage.gate.host.platforms import resolve_platform
+from pytest_klineage.records import Peaks, from_json, to_json
 from pytest_klineage.records.device import Gpu, GpuState
 
 FAKE = Path(__file__).with_name("fake_pynvml.py")
@@ -75,10 +76,10 @@ def test_the_fake_has_the_names_and_parameters_of_nvidia_ml_py(nvml: ModuleType)
             assert value == getattr(real, name)
         elif name.startswith("NVML"):
             assert issubclass(getattr(real, name), real.NVMLError) == issubclass(value, nvml.NVMLError)
-    for place, name in enumerate(monitor.THROTTLE):
+    for position, name in enumerate(monitor.THROTTLE):
         words = "".join(word.capitalize() for word in name.split("_"))
         constants = [getattr(real, f"nvmlClocks{kind}Reason{words}", None) for kind in ("Event", "Throttle")]
-        assert 1 << place in constants, name
+        assert 1 << position in constants, name
 
 
 def real_pynvml() -> Any:
@@ -116,11 +117,11 @@ def test_what_the_driver_does_not_say_is_left_open(nvml: Any) -> None:
     nvml.GPUS[:] = [nvml.gpu(0, mig=None, persistence=None, total=None, name=b"NVIDIA L4", capability=(8, 9))]
     nvml.CUDA = 0
     (gpu,) = gpus.gpus()
-    assert (gpu.mig, gpu.persistence, gpu.memory_bytes, gpu.l2_bytes, gpu.cuda) == (False, None, 0, 0, "")
+    assert (gpu.mig, gpu.persistence, gpu.memory_bytes, gpu.l2_bytes, gpu.cuda) == (False, None, 0, 48 << 20, "")
     assert (gpu.name, gpu.capability) == ("NVIDIA L4", "8.9")
 
 
-def test_a_gpu_that_was_not_handed_into_the_container_is_not_there(nvml: Any) -> None:
+def test_a_gpu_outside_the_container_is_absent(nvml: Any) -> None:
     nvml.GPUS[0]["hidden"] = True
     (gpu,) = gpus.gpus()
     assert gpu.index == 1
@@ -147,13 +148,13 @@ def test_nvidia_smi_is_asked_where_nvml_cannot_be_loaded(
 
 @pytest.mark.usefixtures("no_nvml")
 @pytest.mark.parametrize("script", ["exit 9", f"echo '{SMI_ROW}'; exit 6", "echo 'No devices were found'", "echo"])
-def test_an_nvidia_smi_that_fails_shows_none(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_nvidia_smi_lists_no_gpu(script: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with_smi(monkeypatch, tmp_path, script)
     assert gpus.gpus() == ()
 
 
 @pytest.mark.usefixtures("no_nvml")
-def test_without_nvml_and_nvidia_smi_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_nvml_and_nvidia_smi_no_gpu_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus.gpus() == ()
     assert read_state(some_gpu()) == GpuState()
@@ -178,7 +179,7 @@ def test_without_the_variable_all_are_visible() -> None:
     assert visible_gpus(THREE, {}) == tuple(THREE)
 
 
-def test_indices_on_a_machine_of_different_gpus_are_refused_unless_their_order_is_named() -> None:
+def test_indices_of_different_gpus_need_a_named_order() -> None:
     mixed = [some_gpu(0, name="NVIDIA L4", capability="8.9", uuid="GPU-l4"), some_gpu(1)]
     with pytest.raises(UsageError, match=r"NVIDIA H200, NVIDIA L4.*CUDA_DEVICE_ORDER=PCI_BUS_ID"):
         visible_gpus(mixed, {gpus.VISIBLE: "0"})
@@ -191,7 +192,7 @@ def test_indices_on_a_machine_of_different_gpus_are_refused_unless_their_order_i
 
 def test_a_platform_takes_the_first_visible_gpu_that_fits(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.GPUS[:] = [
-        nvml.gpu(0, name="NVIDIA L4", capability=(8, 9)), nvml.gpu(1, mig=[1, 1]), nvml.gpu(2),
+        nvml.gpu(0, name="Tesla T4", capability=(7, 5)), nvml.gpu(1, mig=[1, 1]), nvml.gpu(2),
         nvml.gpu(3), nvml.gpu(4, name="NVIDIA GeForce RTX 5090", capability=(12, 0)),
     ]  # fmt: skip
     assert choose_gpu("sm90").index == 2
@@ -207,7 +208,7 @@ def test_a_platform_takes_the_first_visible_gpu_that_fits(nvml: Any, monkeypatch
     [
         (
             {"name": "NVIDIA L4", "capability": (8, 9)},
-            ["sm90 asked, this machine has sm_89 NVIDIA L4", "--klineage-platform cpu"],
+            ["sm90 asked, this machine has sm_89 NVIDIA L4", "--klineage-platform sm89 or cpu"],
         ),
         (
             {"name": "NVIDIA GeForce RTX 5090", "capability": (12, 0)},
@@ -228,16 +229,36 @@ def test_a_gpu_that_does_not_fit_is_named_with_the_next_step(
 
 @pytest.mark.parametrize(
     ("driver", "cuda", "fits"),
-    [("580.95.05", 13000, True), ("600.1", 0, True), ("570.124.06", 12080, False), ("570.124.06", 13000, True)],
-)
-def test_the_driver_must_run_cuda_13(driver: str, cuda: int, fits: bool, nvml: Any) -> None:
+    [
+        ("580.95.05", 13000, True), ("600.1", 0, True), ("570.124.06", 12080, True), ("575.57.08", 12090, True),
+        ("565.57.01", 12070, False), ("565.57.01", 12080, True), ("565.57.01", 13000, True),
+    ],
+)  # fmt: skip
+def test_the_driver_must_run_cuda_12_8(driver: str, cuda: int, fits: bool, nvml: Any) -> None:
     nvml.DRIVER, nvml.CUDA = driver, cuda
     assert resolve_platform("auto") == ("sm90" if fits else "cpu")
     if fits:
         assert choose_gpu("sm90").driver == driver
     else:
-        with pytest.raises(NoGpu, match=r"driver 570\.124\.06 .* does not run CUDA 13; install driver 580 or newer"):
+        with pytest.raises(NoGpu, match=r"driver 565\.57\.01 .* does not run CUDA 12\.8; install driver 570 or newer"):
             choose_gpu("sm90")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "toolchain", "starts"),
+    [
+        ("12.8", "nvcc 13.0.88, g++ 12.2.0", False), ("12.8", "nvcc 12.9.86, g++ 12.2.0", True),
+        ("12.8", "TileLang 0.1.8, nvcc 13.0.88, g++ 12.2.0", False), ("13.0", "nvcc 13.2.1, g++ 12.2.0", True),
+        ("12.8", "Triton 3.6.0, cuobjdump 13.2.86", True), ("", "nvcc 13.0.88", True), ("13.0", "", True),
+    ],
+)  # fmt: skip
+def test_an_older_driver_runs_no_newer_toolkit(cuda: str, toolchain: str, starts: bool) -> None:
+    gpu = some_gpu(driver="570.124.06", cuda=cuda)
+    if starts:
+        check_toolchain(gpu, toolchain)
+    else:
+        with pytest.raises(MissingDependency, match=r"570\.124\.06 .*runs CUDA 12\.8 and not what nvcc 13\.0\.88"):
+            check_toolchain(gpu, toolchain)
 
 
 def test_a_machine_without_a_gpu_says_what_to_do(nvml: Any) -> None:
@@ -247,15 +268,15 @@ def test_a_machine_without_a_gpu_says_what_to_do(nvml: Any) -> None:
     assert resolve_platform("auto") == "cpu"
 
 
-def test_hidden_gpus_are_told_from_absent_ones(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_differ_from_absent_ones(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(gpus.VISIBLE, "MIG-00000000")
     with pytest.raises(NoGpu, match=f"{gpus.VISIBLE}=MIG-00000000 hides all 2 of this machine"):
         choose_gpu("sm90")
 
 
-@pytest.mark.parametrize("name", ["cpu", "sm89", ""])
+@pytest.mark.parametrize("name", ["cpu", "sm75", ""])
 def test_only_gpu_platforms_have_gpus(name: str) -> None:
-    with pytest.raises(UnknownName, match="sm120, sm90"):
+    with pytest.raises(UnknownName, match="sm100, sm103, sm120, sm80, sm86, sm89, sm90"):
         choose_gpu(name)
 
 
@@ -297,7 +318,7 @@ def inside(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what doctor says -------------------------------------------------------------------------------------------------
 
 
-def parts() -> dict[str, survey.Part]:
+def parts() -> dict[str, survey.GpuPart]:
     return {part.name: part for part in survey.gpu_parts()}
 
 
@@ -332,9 +353,9 @@ def test_doctor_says_when_use_is_unknown_or_comes_from_elsewhere(nvml: Any) -> N
 
 
 def test_doctor_says_that_there_is_no_gpu_or_none_of_ours(nvml: Any) -> None:
-    nvml.GPUS[:] = [nvml.gpu(0, name="NVIDIA L4", capability=(8, 9))]
+    nvml.GPUS[:] = [nvml.gpu(0, name="Tesla T4", capability=(7, 5))]
     assert not parts()["GPU 0"].present
-    assert "sm_89, no platform of ours" in parts()["GPU 0"].detail
+    assert "sm_75, no platform of ours" in parts()["GPU 0"].detail
     nvml.GPUS.clear()
     assert not parts()["GPU"].present
 
@@ -353,12 +374,12 @@ def test_optional_libraries_are_found_without_importing_them(monkeypatch: pytest
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tilelang\nVersion: 0.1.8\n")
     monkeypatch.syspath_prepend(tmp_path)
-    absent = survey.Library("no_such_module_of_ours", ("no-such-library",), "nothing")
+    absent = survey.OptionalLibrary("no_such_module_of_ours", ("no-such-library",), "nothing")
     monkeypatch.setattr(survey, "LIBRARIES", (*survey.LIBRARIES, absent))
     found = parts()
     assert (found["tilelang"].present, found["tilelang"].detail) == (True, "0.1.8")
     assert found["cuda-bindings"].present
-    assert found["no-such-library"] == survey.Part(
+    assert found["no-such-library"] == survey.GpuPart(
         "no-such-library", False, "not installed; for nothing", "pip install no-such-library"
     )
 
@@ -368,3 +389,35 @@ def test_half_a_package_is_not_the_package(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert not survey.importable("cuda.bindings")
     assert not survey.importable("no_such_module_of_ours.part")
+
+
+# --- what a judgement takes from the table ----------------------------------------------------------------------------
+
+
+def test_a_known_product_has_the_figures_of_its_data_sheet(nvml: Any) -> None:
+    position = DeviceHost("sm90")
+    assert (position.product, position.notes()) == ("NVIDIA H200", ())
+    assert position.peaks(1, "bf16") == Peaks(flops=989.4e12, bytes=4.8e12)
+    assert position.bound(1, "bf16") == Peaks(flops=2 * 1978.9e12, bytes=12e12)
+
+
+def test_an_unknown_product_is_held_to_the_fastest_and_named(nvml: Any) -> None:
+    nvml.GPUS[:] = [nvml.gpu(0, name="NVIDIA H20")]
+    position = DeviceHost("sm90")
+    assert position.product == ""
+    assert position.peaks(1, "bf16") == Peaks(flops=989.4e12, bytes=4.9e12)
+    (note,) = position.notes()
+    assert "NVIDIA H20" in note
+
+
+def test_a_place_for_building_is_bound_by_its_platform() -> None:
+    assert CompileOnlyHost("sm100").bound(1, "bf16").flops == 2 * 5000e12
+
+
+def test_a_place_refuses_what_its_driver_does_not_run(nvml: Any) -> None:
+    nvml.DRIVER, nvml.CUDA = "570.124.06", 12080
+    position = host_for("sm90", "all")
+    position.check_toolchain("nvcc 12.8.93, g++ 12.2.0")
+    with pytest.raises(MissingDependency, match=r"cuda-toolkit-12-8"):
+        position.check_toolchain("nvcc 13.0.88, g++ 12.2.0")
+    host_for("cpu", "all").check_toolchain("nvcc 13.0.88")

@@ -73,7 +73,7 @@ def test_what_is_not_supported_is_none(nvml: Any) -> None:
     assert read_state(gpu) == GpuState()
 
 
-def test_the_old_name_of_the_reasons_and_the_old_memory_are_used_where_they_are_all_there_is(nvml: Any) -> None:
+def test_old_nvml_names_are_the_fallback(nvml: Any) -> None:
     gpu = gpus.gpus()[0]
     nvml.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 0x8
     del nvml.nvmlDeviceGetCurrentClocksEventReasons
@@ -194,7 +194,7 @@ def test_processes_outside_of_the_family_are_foreign(nvml: Any) -> None:
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_worker_of_another_gate_waits_for_the_lock_and_is_none(nvml: Any) -> None:
+def test_another_gates_worker_waiting_for_the_lock_is_ignored(nvml: Any) -> None:
     code = "import time; print('here', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code, "pytest_klineage.worker"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
@@ -206,7 +206,7 @@ def test_a_worker_of_another_gate_waits_for_the_lock_and_is_none(nvml: Any) -> N
 
 
 @pytest.mark.usefixtures("outside")
-def test_nobody_there_is_known_on_the_machine_itself(nvml: Any) -> None:
+def test_an_idle_gpu_is_seen_on_the_machine_itself(nvml: Any) -> None:
     found = foreign_processes(gpus.gpus()[0], (), quiet=True)
     assert (found.known, found.processes, found.utilization) == (True, (), None)
     assert neighbours_note(found) == ""
@@ -256,7 +256,7 @@ def test_utilization_that_goes_away_was_our_own(nvml: Any) -> None:
     assert foreign_processes(gpus.gpus()[0], (), quiet=True).utilization == 0
 
 
-def test_a_foreign_process_makes_a_timing_inconclusive_unless_it_is_allowed(nvml: Any, outside: None) -> None:
+def test_a_foreign_process_makes_a_timing_inconclusive(nvml: Any, outside: None) -> None:
     nvml.GPUS[0]["processes"] = [nvml.process(1)]
     found = foreign_processes(gpus.gpus()[0], [os.getpid()])
     reason = busy_gpu_reason(TIMED, found, allow=False)
@@ -271,7 +271,7 @@ def test_a_foreign_process_makes_a_timing_inconclusive_unless_it_is_allowed(nvml
 
 
 @pytest.mark.usefixtures("no_nvml")
-def test_without_nvml_nobody_knows_who_is_there() -> None:
+def test_without_nvml_neighbours_are_unknown() -> None:
     found = foreign_processes(some_gpu(), ())
     assert not found.known
     assert "pip install nvidia-ml-py" in found.unknown_because

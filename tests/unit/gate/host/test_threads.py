@@ -85,7 +85,7 @@ several = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one proce
 
 
 @several
-def test_a_native_kernels_threads_are_bound_and_its_own_pool_is_not(
+def test_openmp_threads_are_bound_and_own_pools_are_not(
     judge: Callable[..., Verdict], cpp: Callable[..., KernelSource]
 ) -> None:
     source = cpp(before=NATIVE, flags=("-fopenmp",))
@@ -98,7 +98,7 @@ def test_a_native_kernels_threads_are_bound_and_its_own_pool_is_not(
 
 
 @several
-def test_the_main_thread_of_a_python_kernel_is_bound_after_its_first_call(
+def test_python_main_thread_is_bound_after_its_first_call(
     judge: Callable[..., Verdict], python: Callable[[str], KernelSource]
 ) -> None:
     if binding_here(len(os.sched_getaffinity(0))).name != "by thread":

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_klineage.gate.stages.attribute import Owner, foreign_reason, hidden_reason, owner_of, short, watched_reason
+from pytest_klineage.gate.stages.attribute import (
+    Owner,
+    foreign_part,
+    foreign_reason,
+    hidden_reason,
+    owner_of,
+    short,
+    watched_reason,
+)
 from pytest_klineage.records import Code, KernelTime
 from pytest_klineage.records.messages import Profiled
 
@@ -65,6 +73,13 @@ def test_a_wrapper_is_named(name: str, code: Code) -> None:
     assert reason is not None
     assert reason.code is code
     assert short(name) in reason.message
+    assert repr(foreign_part(name)) in reason.message
+
+
+def test_the_part_of_a_name_that_is_a_vendors_is_shown() -> None:
+    """Without it the name would be nobody's, so an author knows what to change."""
+    assert foreign_part("my_implicit_gemm_v2(float*)") == "implicit_gemm"
+    assert owner_of("my_implicit_gemm_v2(float*)".replace("implicit_gemm", "")) is Owner.OWN
 
 
 def test_a_small_share_of_others_is_nothing() -> None:
@@ -83,7 +98,7 @@ def test_short_calls_are_given_what_the_events_themselves_take() -> None:
     assert hidden_reason(profiled(("own", 1), busy_ns=20 * 6_000, claimed_ns=20 * 3_000)) is None
 
 
-def test_no_work_at_all_is_no_kernel() -> None:
+def test_no_device_work_is_no_kernel() -> None:
     reason = hidden_reason(profiled(busy_ns=0))
     assert reason is not None
     assert reason.code is Code.NO_DEVICE_WORK

@@ -40,7 +40,7 @@ def native(*texts: str, surface: Surface = Surface.CPP) -> KernelSource:
     ],
 )
 @pytest.mark.parametrize("surface", [Surface.CPP, Surface.CUDA])
-def test_native_tampering_is_told_from_its_benign_counterpart(tampering: str, benign: str, surface: Surface) -> None:
+def test_native_tampering_differs_from_benign_code(tampering: str, benign: str, surface: Surface) -> None:
     found = audit(native(tampering, surface=surface))
     assert [reason.code for reason in found.reasons] == [Code.TAMPERING]
     assert audit(native(benign, surface=surface)).reasons == ()
@@ -61,7 +61,7 @@ def test_native_tampering_is_told_from_its_benign_counterpart(tampering: str, be
         ("import ctypes\nctypes.CDLL = None", "ctypes = make()\nctypes.x = 1"),
     ],
 )
-def test_python_tampering_is_told_from_its_benign_counterpart(tampering: str, benign: str) -> None:
+def test_python_tampering_differs_from_benign_code(tampering: str, benign: str) -> None:
     reasons = audit(python(tampering)).reasons
     assert {reason.code for reason in reasons} == {Code.TAMPERING}
     assert reasons[0].message.startswith("line ")
@@ -107,7 +107,7 @@ def test_looking_into_the_interpreter_is_a_note() -> None:
         ("def run(a):\n    return a", False),
     ],
 )
-def test_a_handler_that_returns_something_is_the_shape_of_a_fallback(text: str, fallback: bool) -> None:
+def test_a_handler_that_returns_a_value_looks_like_a_fallback(text: str, fallback: bool) -> None:
     assert audit(python(text)).fallback is fallback
 
 
@@ -169,3 +169,20 @@ def test_warnings_as_errors_hide_nothing_from_the_audit() -> None:
 def test_a_source_without_files_has_no_findings() -> None:
     found = audit(KernelSource(surface=Surface.PYTHON, files=(), entry="mm", module="torch"))
     assert (found.reasons, found.notes, found.fallback) == ((), (), False)
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ("import numpy", ["numpy"]),
+        ("import numpy.linalg as la, pandas", ["numpy", "pandas"]),
+        ("def run(a):\n    from scipy import signal", ["scipy"]),
+        ("import torch, math", []),
+        ("from .numpy import product", []),
+        ("import numpydoc", []),
+    ],
+)
+def test_a_package_that_could_do_the_work_is_noted(text: str, noted: list[str]) -> None:
+    found = audit(python(text))
+    assert found.reasons == ()
+    assert [name for note in found.notes for name in ("numpy", "pandas", "scipy") if f" {name} " in note] == noted

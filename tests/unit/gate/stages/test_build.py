@@ -44,7 +44,7 @@ class TestDemands:
         assert reason.code is Code.MISSING_INSTRUCTION
         assert reason.message == "no kernel has wgmma: found gemm: mma, tma_load; epilogue: stmatrix"
 
-    def test_many_kernels_are_counted_not_told(self) -> None:
+    def test_many_kernels_are_counted_not_listed(self) -> None:
         kernels = tuple(msgspec.structs.replace(EPILOGUE, name=f"k{number}") for number in range(9))
         build = msgspec.structs.replace(BUILD, kernels=kernels)
         (reason,) = resource_reasons(demanding(requires=("mma",)), build, Surface.CUDA)
@@ -56,7 +56,7 @@ class TestDemands:
         assert reason.message == "no kernel has mma: there is no GPU kernel in it"
         assert unchecked_notes(demanding(requires=("mma",)), empty, Surface.CUDA) == ()
 
-    def test_instructions_that_nobody_looked_for_cannot_be_demanded(self) -> None:
+    def test_unsearched_instructions_cannot_be_required(self) -> None:
         kernels = (GEMM, msgspec.structs.replace(EPILOGUE, instructions=None))
         build = msgspec.structs.replace(BUILD, kernels=kernels)
         assert resource_reasons(demanding(max_spills=100), build, Surface.CUDA) == ()
@@ -73,7 +73,7 @@ class TestDemands:
 
 
 class TestBuilt:
-    def test_the_worst_kernel_is_told(self) -> None:
+    def test_the_worst_kernel_is_named(self) -> None:
         reason = built_reason(BUILD)
         assert reason.code is Code.ACCEPTED_BUILT
         assert reason.message == "built for sm90: 2 kernels, at most 168 registers, 12 bytes spilled"

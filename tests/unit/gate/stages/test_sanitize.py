@@ -18,11 +18,19 @@ from pytest_klineage.errors import MissingDependency, UnknownName
 from pytest_klineage.gate import GateSettings, judgement
 from pytest_klineage.gate.settings import SANITIZERS
 from pytest_klineage.gate.stages import sanitize as sanitizer
-from pytest_klineage.gate.stages.sanitize import CLEAN, Run, Sanitized, cases_to_try, read_run, run_tool, sanitize
-from pytest_klineage.operators import make_case, paper_case
+from pytest_klineage.gate.stages.sanitize import (
+    CLEAN,
+    Sanitized,
+    SanitizerRun,
+    cases_to_try,
+    read_run,
+    run_tool,
+    sanitize,
+)
+from pytest_klineage.operators import make_case, operator, paper_case
 from pytest_klineage.plugin import options
 from pytest_klineage.records import Code, KernelCase, KernelSource, Reason, Status, Verdict
-from pytest_klineage.records.messages import Job, Loaded, LoadFailed
+from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
 from pytest_klineage.report.advice import next_step
 
 MEMCHECK = """\
@@ -92,7 +100,7 @@ UNINSTRUMENTED = """\
 ========= Error: Target application terminated before first instrumented API call
 ========= Tracking kernels launched by child processes requires the --target-processes all option.
 """
-DONE = Loaded()
+DONE = KernelLoaded()
 REFUSAL = LoadFailed(code=Code.RETURNED_ERROR, message="the kernel returned 1: 768 rows only")
 STAND_IN = """\
 #!{python}
@@ -137,7 +145,7 @@ class TestReading:
     def test_nothing_found_is_clean(self, log: str) -> None:
         assert read_run(log, DONE, 0, "").said == CLEAN
 
-    def test_memcheck_says_what_where_and_by_whom(self) -> None:
+    def test_memcheck_reports_error_location_and_kernel(self) -> None:
         run = read_run(MEMCHECK, LoadFailed(code=Code.CUDA_ERROR, message="launch failed"), 1, "")
         assert run.count == 1024
         assert run.finding == (
@@ -185,7 +193,7 @@ class TestReading:
         ids=["untracked", "uninstrumented", "failed", "unanswered", "status", "silent"],
     )
     def test_what_came_to_no_end_is_never_clean(
-        self, log: str, answer: Loaded | LoadFailed | None, status: int, words: str
+        self, log: str, answer: KernelLoaded | LoadFailed | None, status: int, words: str
     ) -> None:
         run = read_run(log, answer, status, "its last words\n")
         assert run.finding == ""
@@ -212,8 +220,9 @@ class TestShapes:
         (only,) = cases_to_try(make_case("gemm", (64, 64, 64), "bf16", "torch"))
         assert only.shape == {"M": 64, "N": 64, "K": 64}
 
-    def test_an_operator_without_a_small_shape_keeps_its_own(self) -> None:
-        case = KernelCase(operator="another", shape={"M": 1}, dtype="fp32", reference="torch")
+    def test_an_operator_without_a_small_shape_keeps_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        case = paper_case("gemm", "gpu", "torch")
+        monkeypatch.setattr(type(operator("gemm")), "small", {})
         assert cases_to_try(case) == (case,)
 
 
@@ -271,48 +280,48 @@ class TestTools:
     """What several runs come to; the runs themselves are made up."""
 
     @pytest.fixture
-    def runs(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], Run]:
+    def runs(self, monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], SanitizerRun]:
         """By tool and case: what a run comes to; clean where nothing is said."""
-        told: dict[tuple[str, str], Run] = {}
+        results: dict[tuple[str, str], SanitizerRun] = {}
 
-        def run(program: str, tool: str, job: Job, environment: dict[str, str]) -> Run:
+        def run(program: str, tool: str, job: Job, environment: dict[str, str]) -> SanitizerRun:
             assert job.case is not None
-            return told.get((tool, job.case.id), Run())
+            return results.get((tool, job.case.id), SanitizerRun())
 
         monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: "compute-sanitizer")
         monkeypatch.setattr(sanitizer, "run_tool", run)
-        return told
+        return results
 
     def all_tools(self) -> tuple[Sanitized, list[tuple[str, int]]]:
         heard: list[tuple[str, int]] = []
         found = sanitize(gpu_job(), SANITIZERS, environment={}, report=lambda *step: heard.append(step))
         return found, heard
 
-    def test_all_are_run_and_reported(self, runs: dict[tuple[str, str], Run]) -> None:
+    def test_all_are_run_and_reported(self, runs: dict[tuple[str, str], SanitizerRun]) -> None:
         found, heard = self.all_tools()
         assert heard == list(zip(SANITIZERS, range(4), strict=True))
         assert found == Sanitized(by_tool=dict.fromkeys(SANITIZERS, CLEAN))
 
-    def test_every_finding_is_a_reason(self, runs: dict[tuple[str, str], Run]) -> None:
+    def test_every_finding_is_a_reason(self, runs: dict[tuple[str, str], SanitizerRun]) -> None:
         for tool in ("racecheck", "synccheck"):
-            runs[tool, "gemm-512x512x512-bf16"] = Run(finding=f"{tool} found it", count=3)
+            runs[tool, "gemm-512x512x512-bf16"] = SanitizerRun(finding=f"{tool} found it", count=3)
         found, _heard = self.all_tools()
         first, second = found.reasons
         assert first.message == "racecheck at gemm-512x512x512-bf16: racecheck found it (3 in all)"
         assert (second.code, second.evidence["tool"]) == (Code.SANITIZER, "synccheck")
         assert found.by_tool["memcheck"] == found.by_tool["initcheck"] == CLEAN
 
-    def test_a_refusal_leads_to_the_cases_own_shape(self, runs: dict[tuple[str, str], Run]) -> None:
-        runs["memcheck", "gemm-512x512x512-bf16"] = Run(refused="4096 only")
-        runs["initcheck", "gemm-512x512x512-bf16"] = Run(finding="nobody is to look here again")
-        runs["synccheck", "gemm-4096x4096x4096-bf16"] = Run(finding="found at its own")
+    def test_a_refusal_leads_to_the_cases_own_shape(self, runs: dict[tuple[str, str], SanitizerRun]) -> None:
+        runs["memcheck", "gemm-512x512x512-bf16"] = SanitizerRun(refused="4096 only")
+        runs["initcheck", "gemm-512x512x512-bf16"] = SanitizerRun(finding="nobody is to look here again")
+        runs["synccheck", "gemm-4096x4096x4096-bf16"] = SanitizerRun(finding="found at its own")
         found, _heard = self.all_tools()
         assert [reason.evidence["case"] for reason in found.reasons] == ["gemm-4096x4096x4096-bf16"]
         assert found.by_tool["initcheck"] == CLEAN
         assert any("4096 only" in note for note in found.notes)
 
-    def test_what_has_no_result_is_a_note(self, runs: dict[tuple[str, str], Run]) -> None:
-        runs["racecheck", "gemm-512x512x512-bf16"] = Run(unfinished="ended after 120 s")
+    def test_what_has_no_result_is_a_note(self, runs: dict[tuple[str, str], SanitizerRun]) -> None:
+        runs["racecheck", "gemm-512x512x512-bf16"] = SanitizerRun(unfinished="ended after 120 s")
         found, _heard = self.all_tools()
         assert found.reasons == ()
         assert found.by_tool["racecheck"] == "not finished: ended after 120 s"

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import pytest
 
 from pytest_klineage.gate.timing.policy import (
+    ENOUGH_NOVEL,
+    LEAST_NOVEL,
     LEAST_PAIRS,
     MAX_PAIRS,
     MIN_PAIRS,
+    MOST_TIME,
     PAIRED_WARMUP,
     POLICIES,
-    Outcome,
+    Measurement,
     Samples,
+    TimeLimit,
+    may_be_precise,
 )
-from pytest_klineage.gate.timing.restarts import CountedRenewal
-from pytest_klineage.gate.timing.statistics import median
+from pytest_klineage.gate.timing.restarts import CountedRestarts
 from pytest_klineage.records import Interval
 
 
@@ -53,8 +58,7 @@ def unchanged(samples: Samples) -> Samples:
     return samples
 
 
-def never() -> bool:
-    return False
+NEVER, AT_ONCE = TimeLimit(spent=lambda: 0.0), TimeLimit(spent=lambda: 1.1)
 
 
 def measure(
@@ -62,16 +66,16 @@ def measure(
     cost: Callable[[str, int], float],
     *,
     precision: float = 0.01,
-    out_of_time: Callable[[], bool] = never,
+    limit: TimeLimit = NEVER,
     correct: Callable[[Samples], Samples] = unchanged,
-) -> tuple[Outcome, ScriptedSampler, list[tuple[int, int, Interval | None]]]:
+) -> tuple[Measurement, ScriptedSampler, list[tuple[int, int, Interval | None]]]:
     sampler, reports = ScriptedSampler(cost), []
     outcome = POLICIES[policy].measure(
         sampler,
         correct,
         precision=precision,
         confidence=0.95,
-        out_of_time=out_of_time,
+        limit=limit,
         report=lambda done, total, interval: reports.append((done, total, interval)),
     )
     return outcome, sampler, reports
@@ -88,10 +92,10 @@ def drifting(per_call: float) -> Callable[[str, int], float]:
     return lambda _role, call: 1.0 + per_call * call
 
 
-def after(pairs: int) -> Callable[[], bool]:
-    """Out of time once it has been asked for so many pairs: it is asked once after every two."""
+def after(pairs: int) -> TimeLimit:
+    """Out of time once it has been asked for so many pairs: it is asked once after every two, from LEAST_PAIRS on."""
     asked = iter(range(10**6))
-    return lambda: next(asked) * 2 + LEAST_PAIRS >= pairs
+    return TimeLimit(spent=lambda: 2.0 * (next(asked) * 2 + LEAST_PAIRS >= pairs))
 
 
 def test_the_policies_are_known_by_their_names() -> None:
@@ -129,8 +133,8 @@ def test_paired_calls_are_palindromes_of_one_pair() -> None:
     }
 
 
-def test_who_goes_first_in_a_pair_cannot_be_foreseen() -> None:
-    _, sampler, _ = measure("paired", noisy(2, 1, 0.5), precision=1e-5, out_of_time=after(200))
+def test_the_order_within_a_pair_is_unpredictable() -> None:
+    _, sampler, _ = measure("paired", noisy(2, 1, 0.5), precision=1e-5, limit=after(200))
     first = [order[0] for order, _reps in sampler.requests[1:]]
     # 100 tosses of a fair coin: less than 15 of one side has a probability below 1e-12.
     assert 15 <= first.count("candidate") <= len(first) - 15
@@ -163,21 +167,50 @@ def test_paired_goes_on_until_it_is_precise() -> None:
 
 
 def test_paired_stops_when_time_is_up() -> None:
-    outcome, _, _ = measure("paired", noisy(1, 1, 0.5), precision=1e-5, out_of_time=after(40))
+    outcome, _, _ = measure("paired", noisy(1, 1, 0.5), precision=1e-5, limit=after(40))
     assert outcome.stopped == "time limit"
     assert len(outcome.samples.candidate) == 40
 
 
 def test_paired_takes_the_least_pairs_even_without_any_time() -> None:
-    outcome, _, _ = measure("paired", noisy(1, 1, 0.5), out_of_time=lambda: True)
+    outcome, _, _ = measure("paired", noisy(1, 1, 0.5), limit=AT_ONCE)
     assert outcome.stopped == "time limit"
     assert len(outcome.samples.candidate) == LEAST_PAIRS
     assert len(outcome.samples.reference) == LEAST_PAIRS
 
 
+def pairs_of(new: int, known: int, candidate_ms: float = 1.0) -> Samples:
+    """So many pairs on new and on known problems, the reference at 1 ms."""
+    count = new + known
+    return Samples(
+        reference=[1.0] * count, candidate=[candidate_ms] * count, novel=[True] * new + [False] * known
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("samples", "spent", "mixed", "last"),
+    [
+        (pairs_of(0, LEAST_PAIRS), 1.01, False, True),
+        (pairs_of(0, LEAST_PAIRS - 1), 1.01, False, False),
+        (pairs_of(0, LEAST_PAIRS), 1.0, False, False),
+        (pairs_of(ENOUGH_NOVEL, ENOUGH_NOVEL), 1.01, True, True),
+        (pairs_of(ENOUGH_NOVEL - 1, 100), 1.01, True, False),
+        (pairs_of(100, ENOUGH_NOVEL - 1), 1.01, True, False),
+        (pairs_of(0, 100), MOST_TIME, True, False),
+        (pairs_of(0, 100), MOST_TIME + 0.01, True, True),
+        (pairs_of(0, LEAST_PAIRS, candidate_ms=2.1), 1.01, True, True),
+        (pairs_of(0, LEAST_PAIRS, candidate_ms=1.9), 1.01, True, False),
+    ],
+)
+def test_when_time_ends_a_timing(samples: Samples, spent: float, mixed: bool, last: bool) -> None:
+    """A kernel of less than half the reference's speed is slower than required, whatever it remembers."""
+    limit = TimeLimit(spent=lambda: spent, mixed=mixed, line=0.5)
+    assert limit.reached(samples) == last
+
+
 @pytest.mark.parametrize("pairs", [LEAST_PAIRS, 14, 2 * MIN_PAIRS])
 def test_every_sample_has_its_partner(pairs: int) -> None:
-    samples = measure("paired", noisy(1, 1, 0.5), precision=1e-5, out_of_time=after(pairs))[0].samples
+    samples = measure("paired", noisy(1, 1, 0.5), precision=1e-5, limit=after(pairs))[0].samples
     assert len(samples.reference) == len(samples.candidate) == pairs
     assert len(samples.reference_wall) == len(samples.candidate_wall) == pairs
 
@@ -203,7 +236,7 @@ def test_paired_reports_the_interval_once_there_is_one() -> None:
     assert isinstance(reports[-1][2], Interval)
 
 
-def test_paper_takes_25_and_100_calls_of_each_side_the_reference_first() -> None:
+def test_paper_policy_runs_25_and_100_calls_reference_first() -> None:
     outcome, sampler, _ = measure("paper", noisy(2, 1, 0.05))
     assert sampler.requests == [(("reference",), 125), (("candidate",), 125)]
     assert (outcome.warmup, outcome.stopped) == (25, "fixed count")
@@ -223,7 +256,7 @@ def test_paper_gives_the_ratio_of_the_medians() -> None:
 
 
 def test_paper_does_not_look_at_the_time() -> None:
-    outcome, _, _ = measure("paper", noisy(2, 1, 0.2), out_of_time=lambda: True)
+    outcome, _, _ = measure("paper", noisy(2, 1, 0.2), limit=AT_ONCE)
     assert len(outcome.samples.candidate) == 100
 
 
@@ -244,7 +277,7 @@ def test_do_bench_takes_at_least_one_call_of_a_slow_kernel() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_statistics_see_corrected_samples_and_the_record_keeps_the_raw_ones(policy: str) -> None:
+def test_statistics_use_corrected_samples_records_raw_ones(policy: str) -> None:
     def doubled(samples: Samples) -> Samples:
         return Samples(
             reference=samples.reference,
@@ -264,9 +297,7 @@ def test_a_failing_sampler_ends_the_measurement(policy: str) -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):
-        POLICIES[policy].measure(
-            fail, unchanged, precision=0.01, confidence=0.95, out_of_time=never, report=lambda *_: None
-        )
+        POLICIES[policy].measure(fail, unchanged, precision=0.01, confidence=0.95, limit=NEVER, report=lambda *_: None)
 
 
 def test_samples_are_appended_role_by_role() -> None:
@@ -284,19 +315,23 @@ def test_two_sets_of_samples_share_nothing() -> None:
 LEAST_STARTS, MOST_STARTS = 4, 30
 
 
-# --- processes that are renewed ---------------------------------------------------------------------------------------
+# --- processes that are restarted -------------------------------------------------------------------------------------
 
 
-def renewed(cost: Callable[[str, int], float], *, every: int, precision: float = 0.01) -> tuple[Outcome, list[int]]:
-    """The paired policy with a renewal after every so many questions; the pairs at which the policy asked."""
+def restarted(
+    cost: Callable[[str, int], float], *, every: int, precision: float = 0.01
+) -> tuple[Measurement, list[int]]:
+    """The paired policy with a restart after every so many questions; the pairs at which the policy asked."""
     sampler, asked = ScriptedSampler(cost), []
 
     class EveryFew:
         warmup = 3
 
-        def renew(self, samples: Samples) -> bool:
+        def restart(self, samples: Samples) -> bool:
             asked.append(len(sampler.calls))
             return len(asked) % every == 0
+
+        def warmed(self) -> None: ...
 
         def full(self, samples: Samples) -> bool:
             return False
@@ -308,14 +343,14 @@ def renewed(cost: Callable[[str, int], float], *, every: int, precision: float =
             return len(samples.starts) > MOST_STARTS
 
     outcome = POLICIES["paired"].measure(
-        sampler, unchanged, precision=precision, confidence=0.95, out_of_time=never, report=lambda *_: None,
-        renewal=EveryFew(),
+        sampler, unchanged, precision=precision, confidence=0.95, limit=NEVER, report=lambda *_: None,
+        process_restart=EveryFew(),
     )  # fmt: skip
     return outcome, asked
 
 
-def test_every_renewal_is_a_start_that_is_warmed_up() -> None:
-    outcome, asked = renewed(noisy(2, 1, 0.2), every=5, precision=0.05)
+def test_every_process_restart_is_warmed_up() -> None:
+    outcome, asked = restarted(noisy(2, 1, 0.2), every=5, precision=0.05)
     starts = outcome.samples.starts
     assert starts[0] == 0
     assert len(starts) == 1 + len(asked) // 5
@@ -324,27 +359,27 @@ def test_every_renewal_is_a_start_that_is_warmed_up() -> None:
 
 
 def test_without_enough_starts_precision_does_not_stop_it() -> None:
-    outcome, _ = renewed(noisy(2, 1, 0.001), every=5)
+    outcome, _ = restarted(noisy(2, 1, 0.001), every=5)
     assert outcome.stopped == "precise"
     assert len(outcome.samples.starts) >= LEAST_STARTS
 
 
-def test_without_precision_it_stops_when_there_are_no_more_starts() -> None:
-    outcome, _ = renewed(noisy(2, 1, 0.2), every=2, precision=1e-6)
+def test_without_precision_it_stops_after_the_last_start() -> None:
+    outcome, _ = restarted(noisy(2, 1, 0.2), every=2, precision=1e-6)
     assert outcome.stopped == "start limit"
     assert len(outcome.samples.starts) == MOST_STARTS + 1
 
 
 @pytest.mark.parametrize(
     ("scale_ms", "noise", "starts", "pairs"),
-    [(0.01, 0.001, 8, 4), (0.01, 0.5, 16, 4), (1.0, 0.0001, 4, 6), (1.0, 0.5, 8, 6)],
+    [(0.01, 0.001, 8, 4), (0.01, 0.5, 16, 4), (1.0, 0.0001, 3, 6), (1.0, 0.5, 8, 6)],
 )
 def test_on_a_gpu_every_start_has_the_same_weight(scale_ms: float, noise: float, starts: int, pairs: int) -> None:
     """Precise or not: nothing is looked at in the midst of a start, and none goes on longer than others."""
     sampler = ScriptedSampler(noisy(scale_ms, scale_ms, noise))
     outcome = POLICIES["paired"].measure(
-        sampler, unchanged, precision=0.01, confidence=0.95, out_of_time=never, report=lambda *_: None,
-        renewal=CountedRenewal(lambda: None),
+        sampler, unchanged, precision=0.01, confidence=0.95, limit=NEVER, report=lambda *_: None,
+        process_restart=CountedRestarts(lambda: None),
     )  # fmt: skip
     assert outcome.samples.starts == [pairs * index for index in range(starts)]
     assert len(outcome.samples.candidate) == starts * pairs
@@ -353,17 +388,47 @@ def test_on_a_gpu_every_start_has_the_same_weight(scale_ms: float, noise: float,
 
 def test_a_difference_between_starts_widens_the_interval() -> None:
     luck = random.Random(3)
-    place = {"factor": 1.0}
+    position = {"factor": 1.0}
     noise = noisy(1, 1, 0.002)
 
     def cost(role: str, call: int) -> float:
         if call % 40 == 0:
-            place["factor"] = math.exp(luck.gauss(0, 0.03))
-        return noise(role, call) * (place["factor"] if role == "candidate" else 1.0)
+            position["factor"] = math.exp(luck.gauss(0, 0.03))
+        return noise(role, call) * (position["factor"] if role == "candidate" else 1.0)
 
-    apart, _ = renewed(cost, every=8, precision=1e-5)
+    apart, _ = restarted(cost, every=8, precision=1e-5)
     samples = apart.samples
-    together = POLICIES["paired"]._interval(  # the same samples, as if nothing had been started anew
+    together = POLICIES["paired"]._interval(  # the same samples, as if nothing had been restarted
         Samples(reference=samples.reference, candidate=samples.candidate), 0.95, 300
     )  # fmt: skip
     assert apart.interval.half_width > 2 * together.half_width
+
+
+@pytest.mark.parametrize(
+    ("novel", "enough"),
+    [
+        ([], True), ([True] * 18, True), ([False] * 18, True), ([True] * 7 + [False] * 11, False),
+        ([True] * 8 + [False] * 10, True), ([True] * 11 + [False] * 7, False),
+    ],
+    ids=["none", "all new", "all known", "seven new", "eight new", "seven known"],
+)  # fmt: skip
+def test_memory_is_told_from_eight_pairs_of_each_kind(novel: list[bool], enough: bool) -> None:
+    """Inputs that are all of one kind cannot tell it, however many pairs there are."""
+    assert may_be_precise(Samples(novel=novel)) is enough
+
+
+def test_a_precise_timing_goes_on_until_memory_would_show() -> None:
+    def novel_at_last(order: tuple[str, ...], reps: int, flush: bool = True) -> Samples:
+        nonlocal taken
+        count = order.count("candidate") * reps * flush
+        taken += count
+        return Samples(reference=[1.0] * count, candidate=[1.0] * count, novel=[taken <= 2 or taken > 24] * count)
+
+    taken = 0
+    outcome = POLICIES["paired"].measure(
+        novel_at_last, unchanged, precision=0.01, confidence=0.95, limit=NEVER, report=lambda *_: None,
+        process_restart=CountedRestarts(lambda: None),
+    )  # fmt: skip
+    assert outcome.stopped == "precise"
+    assert sum(outcome.samples.novel) >= LEAST_NOVEL
+    assert len(outcome.samples.novel) == 30  # 18 pairs would be precise

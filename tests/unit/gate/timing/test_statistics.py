@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 import statistics as standard
-from statistics import NormalDist
+from collections.abc import Callable
+from statistics import NormalDist, median
 
 import pytest
 from hypothesis import given, settings
@@ -16,13 +17,13 @@ from pytest_klineage.gate.timing.statistics import (
     FIRST_LOOK,
     Standing,
     log_ratios,
-    median,
     next_look,
     paired_interval,
     precise_enough,
     quantile,
     quantile_of_others,
     standing,
+    start_factor,
     tail_share,
     unpaired_interval,
 )
@@ -48,13 +49,8 @@ def log_normal(draw: random.Random, count: int, noise: float, centre: float = 1.
     return [centre * math.exp(draw.gauss(0, noise)) for _ in range(count)]
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50))
-def test_the_median_is_that_of_the_standard_library(values: list[float]) -> None:
-    assert math.isclose(median(values), standard.median(values), rel_tol=1e-12, abs_tol=1e-12)
-
-
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=50), st.integers(2, 20))
-def test_quantiles_are_the_inclusive_ones_of_the_standard_library(values: list[float], pieces: int) -> None:
+def test_quantiles_match_the_inclusive_standard_ones(values: list[float], pieces: int) -> None:
     ordered = sorted(values)
     expected = standard.quantiles(ordered, n=pieces, method="inclusive")
     for index, value in enumerate(expected, start=1):
@@ -62,7 +58,7 @@ def test_quantiles_are_the_inclusive_ones_of_the_standard_library(values: list[f
 
 
 @given(st.lists(TIMES, min_size=1))
-def test_the_outermost_quantiles_are_the_smallest_and_largest_value(values: list[float]) -> None:
+def test_the_outer_quantiles_are_minimum_and_maximum(values: list[float]) -> None:
     assert quantile(sorted(values), 0) == min(values)
     assert quantile(sorted(values), 1) == max(values)
 
@@ -77,9 +73,7 @@ def test_a_single_value_has_no_others() -> None:
     assert quantile_of_others([3.0], 0.9) == [3.0]
 
 
-def test_no_values_have_neither_median_nor_quantile() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        median([])
+def test_no_values_have_no_quantile() -> None:
     with pytest.raises(ValueError, match="no values"):
         quantile([], 0.5)
 
@@ -174,6 +168,23 @@ def test_fewer_values_never_give_a_larger_tail(confidence: float, count: int) ->
     assert tail_share(confidence, count) <= tail_share(confidence, count + 1) <= (1 - confidence) / 2
 
 
+EXPANSION = (((1, 1), 4), ((5, 16, 3), 96), ((3, 19, 17, -15), 384))
+"""Polynomials of Abramowitz and Stegun 26.7.5, the highest power first and only odd ones, with their divisors."""
+
+
+@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.999])
+@pytest.mark.parametrize("count", [2, 3, 12])
+def test_the_tail_has_the_coefficients_of_the_handbook(confidence: float, count: int) -> None:
+    z, freedom = NormalDist().inv_cdf((1 + confidence) / 2), count - 1
+    student = z
+    for order, (coefficients, divisor) in enumerate(EXPANSION, start=1):
+        powers = range(2 * len(coefficients) - 1, 0, -2)
+        terms = (factor * z**power for factor, power in zip(coefficients, powers, strict=True))
+        student += sum(terms) / (divisor * freedom**order)
+    expected = NormalDist().cdf(-math.sqrt(count / freedom) * student)
+    assert tail_share(confidence, count) == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_single_value_has_no_scatter_to_expand() -> None:
     assert tail_share(0.95, 1) == pytest.approx(0.025)
 
@@ -234,6 +245,14 @@ def test_the_same_samples_give_the_same_interval(pairs: list[tuple[float, float]
     assert paired_interval(*sides(pairs), resamples=QUICK) == paired_interval(*sides(pairs), resamples=QUICK)
 
 
+@pytest.mark.parametrize("interval_of", [paired_interval, unpaired_interval])
+def test_a_record_is_computed_again_from_seed_zero(interval_of: Callable[..., Interval]) -> None:
+    times = log_normal(random.Random(1), 30, 0.3), log_normal(random.Random(2), 30, 0.3)
+    plain = interval_of(*times, resamples=QUICK)
+    assert plain == interval_of(*times, resamples=QUICK, seed=0)
+    assert plain != interval_of(*times, resamples=QUICK, seed=1)
+
+
 @given(st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=FEW_PAIRS - 1), CONFIDENCE)
 def test_few_pairs_give_the_range_of_all_of_them(pairs: list[tuple[float, float]], confidence: float) -> None:
     interval = paired_interval(*sides(pairs), confidence=confidence)
@@ -254,7 +273,7 @@ def test_one_outlier_does_not_move_the_estimate() -> None:
     assert paired_interval([*reference, 1000.0], [1.0] * 22).estimate == 1.0
 
 
-def test_what_disturbs_both_sides_of_a_pair_alike_does_not_widen_the_interval() -> None:
+def test_common_noise_of_a_pair_does_not_widen_the_interval() -> None:
     load = log_normal(random.Random(2), 60, 1.0)
     noise = random.Random(3)
     reference, candidate = ([t * math.exp(noise.gauss(0, 0.01)) for t in load] for _ in range(2))
@@ -307,7 +326,7 @@ def test_every_look_comes_later_and_the_gaps_grow(pairs: int) -> None:
     assert next_look(look) - look >= look - max(pairs, FIRST_LOOK) - 1
 
 
-def test_few_looks_are_taken_on_the_way_to_many_pairs() -> None:
+def test_many_pairs_need_few_looks() -> None:
     looks, pairs = 0, 0
     while (pairs := next_look(pairs)) < 2000:
         looks += 1
@@ -320,6 +339,10 @@ def test_sampling_stops_by_width_alone(low: float, estimate: float, high: float,
     assert precise_enough(interval, precision) == ((high - low) / (2 * estimate) <= precision)
 
 
+def test_the_width_that_was_asked_for_is_precise_enough() -> None:
+    assert precise_enough(Interval(1.0, 0.75, 1.25), 0.25)
+
+
 @given(
     ends=st.lists(st.floats(0.01, 10), min_size=3, max_size=3).map(sorted),
     at_least=st.floats(0.05, 5),
@@ -330,15 +353,15 @@ def test_every_interval_has_the_one_class_that_the_rules_give_it(
     ends: list[float], at_least: float, margin: float
 ) -> None:
     low, estimate, high = ends
-    place = standing(Interval(estimate, low, high), at_least=at_least, margin=margin)
+    position = standing(Interval(estimate, low, high), at_least=at_least, margin=margin)
     line = at_least * (1 - margin)
     met = low >= line
-    assert (place is Standing.SLOWER) == (high < line)
-    assert (place is Standing.INCONCLUSIVE) == (low < line <= high)
-    assert (place is Standing.FASTER) == (met and low > 1)
+    assert (position is Standing.SLOWER) == (high < line)
+    assert (position is Standing.INCONCLUSIVE) == (low < line <= high)
+    assert (position is Standing.FASTER) == (met and low > 1)
     same = met and 1 - margin <= low <= 1 and high <= 2 * low and (high >= 1 or at_least >= 1)
-    assert (place is Standing.SAME) == same
-    assert (place is Standing.MEETS) == (met and low <= 1 and not same)
+    assert (position is Standing.SAME) == same
+    assert (position is Standing.MEETS) == (met and low <= 1 and not same)
 
 
 @given(
@@ -366,6 +389,9 @@ def test_asking_for_more_never_turns_a_failure_into_a_success(ends: list[float],
         (0.80, 1.20, 0.5, Standing.MEETS),
         (0.97, 2.50, 1.0, Standing.MEETS),
         (1.2, 1.3, 2.0, Standing.SLOWER),
+        (0.95, 1.0, 0.5, Standing.SAME),
+        (0.95, 1.9, 1.0, Standing.SAME),
+        (0.95, 0.999, 0.5, Standing.MEETS),
     ],
 )
 def test_examples_of_every_class(low: float, high: float, at_least: float, expected: Standing) -> None:
@@ -381,15 +407,42 @@ def test_one_start_is_the_plain_bootstrap() -> None:
     assert paired_interval(*sides(pairs), resamples=QUICK, starts=(0,)) == plain
 
 
-def test_the_interval_over_starts_holds_the_truth_where_the_plain_one_does_not() -> None:
+def test_both_of_two_starts_are_drawn_from() -> None:
+    """One start at 1, one at 2: either may be drawn twice, so the interval reaches from one to the other."""
+    interval = paired_interval([1.0] * 20 + [2.0] * 20, [1.0] * 40, resamples=QUICK, starts=(0, 20))
+    assert (interval.low, interval.high) == pytest.approx((1.0, 2.0))
+
+
+def test_as_many_starts_are_drawn_as_there_are() -> None:
+    """One of sixteen differs. That eight of sixteen drawn ones are this one is impossible; one of one often is it."""
+    reference = [1.0] * 150 + [2.0] * 10
+    interval = paired_interval(reference, [1.0] * 160, resamples=1000, starts=range(0, 160, 10))
+    assert (interval.low, interval.high) == pytest.approx((1.0, 1.0))
+
+
+def test_as_many_pairs_of_a_start_are_drawn_as_it_has() -> None:
+    """Two starts that are alike: the interval is about that of all pairs, not that of one pair of each."""
+    reference = log_normal(random.Random(3), 200, 0.1)
+    over_starts = paired_interval(reference, [1.0] * 200, resamples=QUICK, starts=(0, 100))
+    plain = paired_interval(reference, [1.0] * 200, resamples=QUICK)
+    assert over_starts.half_width < 2 * plain.half_width
+
+
+def test_a_start_without_pairs_changes_nothing() -> None:
+    reference = log_normal(random.Random(4), 40, 0.1)
+    without = paired_interval(reference, [1.0] * 40, resamples=QUICK, starts=(0, 20))
+    assert paired_interval(reference, [1.0] * 40, resamples=QUICK, starts=(0, 20, 20)) == without
+
+
+def test_the_interval_over_starts_covers_the_truth() -> None:
     """Eight starts that differ by 1 %, forty pairs each with noise of 0.5 %: coverage over a hundred repetitions."""
     draw = random.Random(5)
     held = {"starts": 0, "plain": 0}
     for _ in range(100):
         reference: list[float] = []
         for _ in range(8):
-            place = draw.gauss(0, 0.01)
-            reference += [math.exp(place + draw.gauss(0, 0.005)) for _ in range(40)]
+            position = draw.gauss(0, 0.01)
+            reference += [math.exp(position + draw.gauss(0, 0.005)) for _ in range(40)]
         candidate, starts = [1.0] * len(reference), range(0, len(reference), 40)
         over_starts = paired_interval(reference, candidate, resamples=200, starts=starts)
         plain = paired_interval(reference, candidate, resamples=200)
@@ -397,3 +450,43 @@ def test_the_interval_over_starts_holds_the_truth_where_the_plain_one_does_not()
         held["plain"] += plain.low <= 1 <= plain.high
     assert held["starts"] >= 85
     assert held["plain"] <= 60
+
+
+@pytest.mark.parametrize(("starts", "pairs"), [(3, 6), (4, 6), (8, 4)])
+@pytest.mark.parametrize("between", [0.2, 0.6], ids=["starts alike", "starts apart"])
+def test_few_starts_hold_the_truth(starts: int, pairs: int, between: float) -> None:
+    """The least timings of a GPU: normal pairs, and starts that differ by this share of what pairs do."""
+    draw, held, count = random.Random(starts * 100 + pairs), 0, 300
+    for _ in range(count):
+        reference: list[float] = []
+        for _ in range(starts):
+            start = draw.gauss(0, 0.01 * between)
+            reference += [math.exp(start + draw.gauss(0, 0.01)) for _ in range(pairs)]
+        found = paired_interval(
+            reference, [1.0] * len(reference), resamples=200, starts=range(0, len(reference), pairs)
+        )
+        held += found.low <= 1 <= found.high
+    assert held >= 0.95 * count - 2 * math.sqrt(count * 0.95 * 0.05)
+
+
+@given(st.integers(2, 100))
+def test_more_starts_are_widened_less(starts: int) -> None:
+    assert 1 < start_factor(starts + 1) < start_factor(starts)
+    assert start_factor(1) == 1
+
+
+def test_a_widened_interval_stays_within_its_ratios() -> None:
+    """Three starts that lie far apart: the bootstrap reaches to the outer ones already."""
+    ratios = [0.5] * 6 + [1.0] * 6 + [2.0] * 6
+    found = paired_interval(ratios, [1.0] * 18, resamples=QUICK, starts=(0, 6, 12))
+    assert (found.low, found.high) == (0.5, 2.0)
+
+
+def test_older_records_are_computed_anew_without_the_widening() -> None:
+    ratios = [1.0 + 0.01 * (n % 5) + 0.005 * (n // 6) for n in range(24)]
+    wide, old = (
+        paired_interval(ratios, [1.0] * 24, resamples=QUICK, starts=(0, 6, 12, 18), widened=widened)
+        for widened in (True, False)
+    )
+    assert wide.low < old.low < old.high < wide.high
+    assert wide.estimate == old.estimate

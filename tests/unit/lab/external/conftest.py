@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_klineage.lab.external.evaluating import Target, Telling
+from pytest_klineage.lab.external.evaluating import EvaluationTarget
 from pytest_klineage.lab.external.proxy import Upstream
-from pytest_klineage.lab.external.runner import Limits, Run, Setup
+from pytest_klineage.lab.external.runner import ExternalRun, Limits, Setup
 from pytest_klineage.lab.external.wire import ProxySettings
 from pytest_klineage.lab.llm.prices import Prices
 from pytest_klineage.lab.llm.trajectory import read_trajectory
@@ -35,8 +34,6 @@ from pytest_klineage.records import (
     Timing,
     Verdict,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 MODEL = "toy"
 PRICES = """
@@ -270,11 +267,6 @@ def judge() -> QuickJudge:
     return QuickJudge()
 
 
-@pytest.fixture
-def telling() -> Telling:
-    return Telling(feedback=lambda found: f"Verdict: {found.code}", abridged=lambda found: found)
-
-
 def kernel(text: str, surface: Surface = Surface.CPP) -> KernelSource:
     return KernelSource(surface=surface, files=(SourceFile("kernel.cpp", text),), entry="run")
 
@@ -283,13 +275,13 @@ def kernel(text: str, surface: Surface = Surface.CPP) -> KernelSource:
 
 
 @pytest.fixture
-def target() -> Target:
+def target() -> EvaluationTarget:
     case = make_case("gemm", (4, 8, 16), "fp32", "torch")
-    return Target(case=case, platform="cpu", surface=Surface.CPP, instructions="multiply two matrices")
+    return EvaluationTarget(case=case, platform="cpu", surface=Surface.CPP, instructions="multiply two matrices")
 
 
 @pytest.fixture
-def setup(provider: Provider, target: Target) -> Setup:
+def setup(provider: Provider, target: EvaluationTarget) -> Setup:
     return Setup(
         name="toy-gemm", method="toy-method", target=target, proxy=ProxySettings(model=MODEL, deadline_s=20),
         upstreams={
@@ -300,17 +292,17 @@ def setup(provider: Provider, target: Target) -> Setup:
     )  # fmt: skip
 
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., ExternalRun]
 
 
 @pytest.fixture
-def make_run(setup: Setup, judge: QuickJudge, telling: Telling, prices: Prices, tmp_path: Path) -> Iterator[MakeRun]:
+def make_run(setup: Setup, judge: QuickJudge, prices: Prices, tmp_path: Path) -> Iterator[MakeRun]:
     """Makes and enters a run; `changes` are fields of Setup."""
-    made: list[Run] = []
+    made: list[ExternalRun] = []
 
-    def make(**changes: Any) -> Run:
+    def make(**changes: Any) -> ExternalRun:
         path = tmp_path / "trajectories" / f"run-{len(made)}.jsonl"
-        run = Run(msgspec.structs.replace(setup, **changes), judge, telling, prices, path)
+        run = ExternalRun(msgspec.structs.replace(setup, **changes), judge, prices, path)
         made.append(run)
         return run.__enter__()
 
@@ -323,7 +315,7 @@ def make_run(setup: Setup, judge: QuickJudge, telling: Telling, prices: Prices, 
 def events() -> Callable[..., list[Any]]:
     """Events of a run's file, of some kinds."""
 
-    def read(run: Run, *kinds: type) -> list[Any]:
+    def read(run: ExternalRun, *kinds: type) -> list[Any]:
         lines, _ = read_trajectory(run.path)
         found: list[Event] = [line.event for line in lines]
         return [event for event in found if isinstance(event, kinds)] if kinds else list(found)

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.lab.external.runner import Run
+from pytest_klineage.lab.external.runner import ExternalRun
 
 httpx = pytest.importorskip("httpx", reason="needs the extra external")
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., ExternalRun]
 Events = Callable[..., list[Any]]
 QUESTION = {"model": "toy", "max_tokens": 100, "messages": [{"role": "user", "content": "why?"}]}
 CHAT = {"model": "toy", "max_completion_tokens": 100, "messages": [{"role": "user", "content": "why?"}]}
 
 
-def post(run: Run, path: str, body: Any, **headers: str) -> Any:
+def post(run: ExternalRun, path: str, body: Any, **headers: str) -> Any:
     key = headers.pop("key", run.key)
     given = {"x-api-key": key} if "messages" in path else {"authorization": f"Bearer {key}"}
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -27,11 +27,11 @@ def post(run: Run, path: str, body: Any, **headers: str) -> Any:
         return client.post(f"{run.url}{path}", content=content, headers={**given, **headers} if key else headers)
 
 
-def ask(run: Run, **changes: Any) -> Any:
+def ask(run: ExternalRun, **changes: Any) -> Any:
     return post(run, "/v1/messages", {**QUESTION, **changes})
 
 
-def chat(run: Run, **changes: Any) -> Any:
+def chat(run: ExternalRun, **changes: Any) -> Any:
     return post(run, "/v1/chat/completions", {**CHAT, **changes})
 
 

@@ -16,8 +16,7 @@ from pytest_klineage.lab.external.metering import Meter
 from pytest_klineage.lab.external.proxy import Proxy, Upstream
 from pytest_klineage.lab.external.server import application
 from pytest_klineage.lab.external.wire import ProxySettings
-from pytest_klineage.lab.llm.budget import Budget
-from pytest_klineage.lab.llm.prices import Price, Prices
+from pytest_klineage.lab.llm.prices import Budget, Price, Prices
 from pytest_klineage.lab.llm.trajectory import Trajectory, read_trajectory
 from pytest_klineage.records import Asked, Begun, Stopped, charged_usd
 
@@ -90,16 +89,16 @@ async def played(
             transport = httpx.ASGITransport(application(proxy.routes()))
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
 
-                async def call(place: int) -> list[int]:
-                    body = {"model": "toy", "max_tokens": plan[place].max_tokens,
+                async def call(position: int) -> list[int]:
+                    body = {"model": "toy", "max_tokens": plan[position].max_tokens,
                             "messages": [{"role": "user", "content": "w"}]}  # fmt: skip
-                    headers = {"x-api-key": "k", "anthropic-version": str(place)}
+                    headers = {"x-api-key": "k", "anthropic-version": str(position)}
                     found = []
-                    for _ in range(plan[place].tries):
+                    for _ in range(plan[position].tries):
                         found.append((await client.post("/v1/messages", json=body, headers=headers)).status_code)
                     return found
 
-                statuses = await asyncio.gather(*(call(place) for place in range(len(plan))))
+                statuses = await asyncio.gather(*(call(position) for position in range(len(plan))))
             await proxy.close()
     return provider, budget, [status for found in statuses for status in found]
 

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import HarnessError
-from pytest_klineage.lab.external.evaluating import Target
-from pytest_klineage.lab.external.runner import Limits, Run
+from pytest_klineage.lab.external.evaluating import EvaluationTarget
+from pytest_klineage.lab.external.runner import ExternalRun, Limits
 from pytest_klineage.records import Judged, KernelSource, Noted, SourceFile, Surface
 from pytest_klineage.report.collect import collect
 from pytest_klineage.report.outcomes import attempts, optimizations, results
@@ -21,32 +21,32 @@ from pytest_klineage.report.outcomes import attempts, optimizations, results
 httpx = pytest.importorskip("httpx", reason="needs the extra external")
 pytest.importorskip("starlette", reason="needs the extra external")
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., ExternalRun]
 Events = Callable[..., list[Any]]
 QUESTION = {"model": "toy", "max_tokens": 100, "messages": [{"role": "user", "content": "why?"}]}
 
 
-def submit(run: Run, source: str = "", **fields: Any) -> Any:
+def submit(run: ExternalRun, source: str = "", **fields: Any) -> Any:
     given = {"source": source, **fields} if source else fields
     return httpx.post(f"{run.url}/v1/judge", json=given, timeout=30)
 
 
-def evaluate(run: Run, source: Any) -> Any:
+def evaluate(run: ExternalRun, source: Any) -> Any:
     body = {"original_model_src": "class Model: ...", "custom_model_src": source, "seed_num": 42, "backend": "triton"}
     return httpx.post(f"{run.url}/evaluate", json=body, timeout=30)
 
 
-def ask(run: Run) -> None:
+def ask(run: ExternalRun) -> None:
     httpx.post(f"{run.url}/v1/messages", json=QUESTION, headers={"x-api-key": run.key}, timeout=30)
 
 
 @pytest.fixture
-def python_target(target: Target) -> Target:
+def python_target(target: EvaluationTarget) -> EvaluationTarget:
     return msgspec.structs.replace(target, surface=Surface.PYTHON)
 
 
 class TestThePlainContract:
-    def test_the_task_says_all_that_is_needed(self, make_run: MakeRun, target: Target) -> None:
+    def test_the_task_says_all_that_is_needed(self, make_run: MakeRun, target: EvaluationTarget) -> None:
         root = KernelSource(surface=Surface.CPP, files=(SourceFile("naive.cpp", "speed 0.5"),), entry="run")
         run = make_run(target=msgspec.structs.replace(target, root=root))
         task = httpx.get(f"{run.url}/v1/task").json()
@@ -62,14 +62,14 @@ class TestThePlainContract:
         found = reply.json()
         assert (found["step"], found["status"], found["speedup"], found["is_best"]) == (1, "accepted", 1.5, True)
         assert found["interval"] == pytest.approx([1.35, 1.65])
-        assert found["feedback"] == "Verdict: accepted.faster"
+        assert found["feedback"].startswith("Verdict: accepted (accepted.faster)")
         assert found["verdict"]["source_digest"] == judge.judged[0].digest
         assert found["steps_left"] == 999
         (judged,) = events(run, Judged)
         assert (judged.code.value, judged.speedup, judged.best_speedup, judged.call) == ("accepted.faster", 1.5, 1.5, 0)
         topics = [(note.topic, note.text) for note in events(run, Noted)]
         assert topics[0] == ("step", "step 1: tiles of 32 (through /v1/judge)")
-        assert json.loads(topics[1][1])["feedback"] == "Verdict: accepted.faster"
+        assert json.loads(topics[1][1])["feedback"] == found["feedback"]
 
     def test_files_entry_and_flags(self, make_run: MakeRun, judge: Any) -> None:
         files = [{"name": "a.cpp", "text": "1"}, {"name": "b.h", "text": "speed 1.0"}]
@@ -128,7 +128,7 @@ class TestThePlainContract:
         judge.delay_s = 0.02
         run = make_run()
         with ThreadPoolExecutor(8) as pool:
-            replies = list(pool.map(lambda place: submit(run, f"speed 1.{place}").json(), range(1, 9)))
+            replies = list(pool.map(lambda position: submit(run, f"speed 1.{position}").json(), range(1, 9)))
         assert sorted(reply["step"] for reply in replies) == list(range(1, 9))
         assert len(judge.threads) == 1
         assert len(events(run, Judged)) == 8
@@ -160,7 +160,7 @@ class TestThePlainContract:
 
 
 class TestAdaExplore:
-    def test_a_right_kernel(self, make_run: MakeRun, python_target: Target, judge: Any) -> None:
+    def test_a_right_kernel(self, make_run: MakeRun, python_target: EvaluationTarget, judge: Any) -> None:
         run = make_run(target=python_target)
         reply = evaluate(run, "class ModelNew: ...  # speed 1.5")
         assert reply.status_code == 200
@@ -184,16 +184,16 @@ class TestAdaExplore:
         ],
     )  # fmt: skip
     def test_what_is_wrong_in_its_words(
-        self, make_run: MakeRun, python_target: Target, code: str, compiled: bool, key: str
+        self, make_run: MakeRun, python_target: EvaluationTarget, code: str, compiled: bool, key: str
     ) -> None:
         found = evaluate(make_run(target=python_target), code).json()
         assert (found["compiled"], found["correctness"]) == (compiled, False)
         assert found["metadata"][f"{key}_name"] == code
-        assert found["metadata"][key] == f"Verdict: {code}"
+        assert f"({code})" in found["metadata"][key].splitlines()[0]
         assert found["runtime_stats"] == {}
 
-    def test_a_wrapper_may_be_told_as_an_ordinary_kernel_and_does_not_count(
-        self, make_run: MakeRun, python_target: Target, events: Events
+    def test_a_wrapper_may_be_reported_and_does_not_count(
+        self, make_run: MakeRun, python_target: EvaluationTarget, events: Events
     ) -> None:
         run = make_run(target=python_target, ordinary_wrappers=True)
         found = evaluate(run, "wrapper.framework").json()
@@ -206,7 +206,7 @@ class TestAdaExplore:
 
     @pytest.mark.parametrize("source", ["", 7, None])
     def test_rubbish_is_a_kernel_that_does_not_compile(
-        self, make_run: MakeRun, python_target: Target, events: Events, source: Any
+        self, make_run: MakeRun, python_target: EvaluationTarget, events: Events, source: Any
     ) -> None:
         run = make_run(target=python_target)
         reply = evaluate(run, source)
@@ -216,7 +216,7 @@ class TestAdaExplore:
     def test_a_surface_that_takes_no_modules(self, make_run: MakeRun) -> None:
         assert "cpp kernels" in evaluate(make_run(), "x").json()["metadata"]["compilation_error"]
 
-    def test_the_end_is_an_error(self, make_run: MakeRun, python_target: Target) -> None:
+    def test_the_end_is_an_error(self, make_run: MakeRun, python_target: EvaluationTarget) -> None:
         run = make_run(target=python_target, limits=Limits(budget_usd=1.0, max_steps=1))
         evaluate(run, "speed 1.0")
         assert evaluate(run, "speed 2.0").status_code == 403

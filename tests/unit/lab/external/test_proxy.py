@@ -300,7 +300,7 @@ class TestRefusals:
             ask(run, model="other")
         assert len(events(run, Noted)) == 20
 
-    def test_an_address_that_is_none(self, make_run: MakeRun) -> None:
+    def test_an_invalid_address(self, make_run: MakeRun) -> None:
         reply = post(make_run(), "/v1/embeddings", {})
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
 
@@ -342,7 +342,7 @@ class TestBudget:
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
-def test_a_provider_without_a_key_is_sent_none(provider: Any, make_run: MakeRun, path: str) -> None:
+def test_a_provider_without_a_key_gets_no_header(provider: Any, make_run: MakeRun, path: str) -> None:
     provider.json(provider.message() if "messages" in path else provider.completion())
     upstreams = {"anthropic": Upstream(base_url=provider.url), "openai": Upstream(base_url=f"{provider.url}/v1")}
     assert post(make_run(upstreams=upstreams), path, {**QUESTION}).status_code == 200

@@ -9,7 +9,7 @@ import pytest
 from proxy_client import QUESTION, Events, MakeRun, ask, httpx, wait_for
 
 from pytest_klineage.lab.external.proxy import Upstream
-from pytest_klineage.lab.external.runner import Run
+from pytest_klineage.lab.external.runner import ExternalRun
 from pytest_klineage.lab.external.wire import ProxySettings
 from pytest_klineage.records import Answered, Asked, Failed, Noted, charged_usd
 
@@ -52,7 +52,7 @@ class TestFailures:
         assert [event.reason for event in events(run, Failed)] == ["overloaded"]
         assert len(events(run, Answered)) == 1
 
-    def test_nobody_there_costs_nothing(self, make_run: MakeRun, events: Events) -> None:
+    def test_an_unreachable_provider_costs_nothing(self, make_run: MakeRun, events: Events) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -72,7 +72,7 @@ class TestFailures:
         assert failed.cost_usd == pytest.approx(events(run, Asked)[0].reserved_usd)
         assert charged_usd(events(run)) == pytest.approx(run.budget.spent_usd)
 
-    def test_a_reply_that_is_none_is_charged_in_full(self, provider: Any, make_run: MakeRun, events: Events) -> None:
+    def test_an_invalid_reply_is_charged_in_full(self, provider: Any, make_run: MakeRun, events: Events) -> None:
         provider.json({"hello": "world"})
         run = make_run()
         assert ask(run).status_code == 502
@@ -115,7 +115,7 @@ class TestFailures:
         assert events(run, Answered)[0].usage.output_tokens == 7
         wait_for(lambda: any(note.topic == "client" for note in events(run, Noted)))
 
-    def test_a_client_that_leaves_before_the_reply_is_charged_what_it_cost(
+    def test_a_client_leaving_before_the_reply_pays_its_cost(
         self, provider: Any, make_run: MakeRun, events: Events
     ) -> None:
         provider.json(provider.message(), delay_s=0.4)
@@ -141,7 +141,7 @@ class TestFailures:
         assert failed.cost_usd == pytest.approx(events(run, Asked)[0].reserved_usd)
 
 
-def _ask_quietly(run: Run) -> None:
+def _ask_quietly(run: ExternalRun) -> None:
     try:
         ask(run)
     except httpx.HTTPError:

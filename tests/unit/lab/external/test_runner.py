@@ -14,15 +14,15 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import HarnessError, UsageError
-from pytest_klineage.lab.external.evaluating import Target
+from pytest_klineage.lab.external.evaluating import EvaluationTarget
 from pytest_klineage.lab.external.processes import MARK
-from pytest_klineage.lab.external.runner import Limits, Outcome, Run, run_optimizer
+from pytest_klineage.lab.external.runner import ExternalResult, ExternalRun, Limits, run_optimizer
 from pytest_klineage.records import Begun, KernelSource, Noted, SourceFile, Stopped, Surface
 
 pytest.importorskip("httpx", reason="needs the extra external")
 pytest.importorskip("starlette", reason="needs the extra external")
 
-MakeRun = Callable[..., Run]
+MakeRun = Callable[..., ExternalRun]
 Events = Callable[..., list[Any]]
 CLIENT = """\
 import json, os, subprocess, sys, time, urllib.error, urllib.request
@@ -44,10 +44,10 @@ def ask(limit=100):
 
 
 @pytest.fixture
-def optimize(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[Run, Outcome]]:
+def optimize(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[ExternalRun, ExternalResult]]:
     """Runs a program as an optimizer; the program has post, submit and ask."""
 
-    def run(program: str, **changes: Any) -> tuple[Run, Outcome]:
+    def run(program: str, **changes: Any) -> tuple[ExternalRun, ExternalResult]:
         path = tmp_path / "optimizer.py"
         path.write_text(CLIENT + program)
         made = make_run(**changes)
@@ -183,7 +183,7 @@ for detached in (False, True):
         assert len(notes) == 1
         assert notes[0].startswith("2 of")
 
-    def test_a_case_that_cannot_be_judged_here(self, optimize: Any, target: Target) -> None:
+    def test_a_case_that_cannot_be_judged_here(self, optimize: Any, target: EvaluationTarget) -> None:
         root = KernelSource(surface=Surface.CPP, files=(SourceFile("k.cpp", "skipped.platform"),), entry="run")
         _, outcome = optimize("submit('speed 1.0')", target=msgspec.structs.replace(target, root=root))
         assert (outcome.stopped, len(outcome.steps)) == ("not_judged", 1)
@@ -202,11 +202,11 @@ for detached in (False, True):
             ("harness_failed", "the oracle died")
         ]
 
-    def test_a_command_that_is_none(self, make_run: MakeRun, tmp_path: Path) -> None:
+    def test_an_invalid_command(self, make_run: MakeRun, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="nonesuch"):
             run_optimizer(make_run(), ["nonesuch-program"], folder=tmp_path, log=tmp_path / "out.log")
 
-    def test_the_root_is_step_0(self, optimize: Any, target: Target) -> None:
+    def test_the_root_is_step_0(self, optimize: Any, target: EvaluationTarget) -> None:
         root = KernelSource(surface=Surface.CPP, files=(SourceFile("naive.cpp", "speed 0.5"),), entry="run")
         _, outcome = optimize("submit('speed 0.4')", target=msgspec.structs.replace(target, root=root))
         assert [(step.number, step.speedup) for step in outcome.steps] == [(0, 0.5), (1, 0.4)]
@@ -233,11 +233,11 @@ class TestEnvironment:
 
 
 class TestBeginning:
-    def test_a_trajectory_is_not_overwritten(self, make_run: MakeRun, setup: Any, judge: Any, telling: Any,
+    def test_a_trajectory_is_not_overwritten(self, make_run: MakeRun, setup: Any, judge: Any,
                                              prices: Any) -> None:  # fmt: skip
         run = make_run()
         with pytest.raises(UsageError, match="exists"):
-            Run(setup, judge, telling, prices, run.path)
+            ExternalRun(setup, judge, prices, run.path)
 
     def test_a_port_that_is_taken(self, make_run: MakeRun) -> None:
         port = int(make_run().url.rpartition(":")[2])

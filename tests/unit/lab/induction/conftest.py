@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.lab.induction.keeping import trajectory_settings
+from pytest_klineage.lab.induction.lineage_store import trajectory_settings
 from pytest_klineage.lab.induction.verdicts import Judge
-from pytest_klineage.lab.induction.walk import Origin, WalkSettings
+from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
 from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.conversation import Conversation
 from pytest_klineage.lab.llm.session import Session
@@ -161,14 +161,14 @@ def lenient(verdict: Verdict) -> Verdict:
 
 
 @pytest.fixture
-def origin(small_case: KernelCase) -> Origin:
-    return Origin(
+def origin(small_case: KernelCase) -> WalkOrigin:
+    return WalkOrigin(
         case=small_case, platform="cpu", source=kernel(EXPERT_TEXT), contract="The contract.", name="gemm/cpu-cpp"
     )
 
 
 @pytest.fixture
-def begin(tmp_path: Path, origin: Origin) -> Callable[..., Session]:
+def begin(tmp_path: Path, origin: WalkOrigin) -> Callable[..., Session]:
     """Begins a session for a walk with a model that answers from a list."""
 
     def make(backend: Scripted, *, limit_usd: float = 10.0, settings: WalkSettings | None = None) -> Session:

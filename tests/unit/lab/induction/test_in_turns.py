@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import WaitsForVerdict
-from pytest_klineage.lab.induction.keeping import induce
+from pytest_klineage.lab.induction.lineage_store import induce
 from pytest_klineage.lab.induction.verdicts import GateJudge, Judge, judged_in_peace
-from pytest_klineage.lab.induction.walk import Origin
+from pytest_klineage.lab.induction.walk import WalkOrigin
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import Interval, KernelCase, KernelSource, Verdict
 
@@ -26,7 +26,7 @@ def content(path: Path) -> bytes:
 
 
 def test_a_walk_that_waits_for_each_verdict_is_the_same_walk(
-    tmp_path: Path, origin: Origin, begin: Callable[..., Session], real_judge: Judge, words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Callable[..., Session], real_judge: Judge, words: Words
 ) -> None:
     replies = [
         words["proposal"]("block_parallel", words["blocked"]),
@@ -90,7 +90,7 @@ class Blurred:
         return msgspec.structs.replace(self.verdict, timing=msgspec.structs.replace(timing, speedup=interval))
 
 
-def test_repetitions_elsewhere_are_asked_for_by_number(origin: Origin, real_judge: Judge) -> None:
+def test_repetitions_elsewhere_are_asked_for_by_number(origin: WalkOrigin, real_judge: Judge) -> None:
     gate = Blurred(real_judge(origin.case, origin.source, None), [0.5, 0.4, 0.01])
     verdict = judged_in_peace(GateJudge(gate), origin.case, origin.source, None)
     assert gate.asked == [0, 1, 2]

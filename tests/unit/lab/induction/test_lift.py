@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from pytest_klineage.errors import WaitsForReply
 from pytest_klineage.lab.induction.lift import LIFTED, NOT_LIFTED, Lift, lift
 from pytest_klineage.lab.induction.lift_groups import Group, grouped, sites_of, slug, words
 from pytest_klineage.lab.induction.lift_prompt import request_text, system_prompt
 from pytest_klineage.lab.library.cards import write_card
-from pytest_klineage.lab.library.edits import diff_edit
 from pytest_klineage.lab.library.lineages import StoredLineage, state_of
 from pytest_klineage.lab.library.lint import lint_card, lint_folder
-from pytest_klineage.lab.llm import BackendFailed, Failure, Reply, Session, TrajectoryMismatch
+from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.conversation import Conversation
+from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.replay import ReplayBackend
+from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import (
     CardStatus,
     Category,
@@ -42,6 +45,7 @@ from pytest_klineage.records import (
     Usage,
     Verdict,
 )
+from pytest_klineage.records.edits import diff_edit
 
 SHAPE = {"M": 640, "N": 640, "K": 640}
 NAIVE = "int run() {\n    for (i) for (j) for (p) c += a * b;\n    return 0;\n}\n"
@@ -82,7 +86,7 @@ def lineage_of(
     )
     transitions = []
     for index, (category, locus, effect) in enumerate(steps):
-        old, new = ({"kernel.cpp": texts[place]} for place in (index, index + 1))
+        old, new = ({"kernel.cpp": texts[position]} for position in (index, index + 1))
         transitions.append(
             Transition(
                 category=category,
@@ -326,22 +330,22 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("reply", "told"), BAD, ids=[told for _, told in BAD])
-def test_a_bad_reply_is_sent_back_and_repaired(run: Any, reply: Any, told: str) -> None:
+@pytest.mark.parametrize(("reply", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_a_bad_reply_is_sent_back_and_repaired(run: Any, reply: Any, expected: str) -> None:
     done = run(reply, hypothesis())
     assert done.card is not None
     assert done.attempts == 2
-    assert told in run.backend.asked[1].turns[-1].text
+    assert expected in run.backend.asked[1].turns[-1].text
 
 
-@pytest.mark.parametrize(("reply", "told"), BAD, ids=[told for _, told in BAD])
-def test_without_a_repair_there_is_no_card(run: Any, reply: Any, told: str) -> None:
+@pytest.mark.parametrize(("reply", "expected"), BAD, ids=[expected for _, expected in BAD])
+def test_without_a_repair_there_is_no_card(run: Any, reply: Any, expected: str) -> None:
     done = run(reply, repairs=0)
     assert done.card is None
-    assert told in "; ".join(done.findings)
+    assert expected in "; ".join(done.findings)
     notes = [event for event in run.session.events if isinstance(event, Noted)]
     assert [note.topic for note in notes] == [NOT_LIFTED]
-    assert told in notes[0].text
+    assert expected in notes[0].text
 
 
 def test_a_truncated_reply_is_no_card(run: Any) -> None:
@@ -388,12 +392,12 @@ def test_a_budget_that_ends_in_the_middle(run: Any) -> None:
     assert "the next call can cost up to $0.1000" in done.findings[-1]
 
 
-def test_no_budget_at_all(run: Any) -> None:
+def test_an_empty_budget(run: Any) -> None:
     done = run(hypothesis(), limit_usd=0.05)
     assert (done.card, done.attempts) == (None, 0)
 
 
-def test_a_failed_call_is_left_to_whoever_resumes(run: Any) -> None:
+def test_a_failed_call_is_left_to_a_resume(run: Any) -> None:
     with pytest.raises(BackendFailed):
         run(BackendFailed(Failure.OVERLOADED, "busy", billed=False))
 
@@ -408,6 +412,35 @@ def test_a_resumed_lift_asks_nothing_twice(run: Any, group: Group, tmp_path: Pat
         done = lift(group, session)
     assert done.card is not None
     assert (done.attempts, len(backend.asked)) == (2, 1)
+
+
+def test_a_lift_that_waits_for_each_reply_is_the_same_lift(run: Any, group: Group, tmp_path: Path) -> None:
+    """To the byte, but for times: first a reply that is sent back, then the good one, each asked for twice."""
+    whole = run("nothing", hypothesis())
+    one_go = content(run.session.trajectory.path)
+    # The same name: it stands in the trajectory.
+    run.session.trajectory.path.unlink()
+    later = [WaitsForReply("exchange", "not yet"), "nothing", WaitsForReply("exchange", "not yet"), hypothesis()]
+    path, backend, waited, done = run.session.trajectory.path, Scripted(later, resumable=True), 0, None
+    while done is None:
+        opened = (
+            Session.resume(path, backend, note=False)
+            if path.exists()
+            else Session.begin(path, backend, limit_usd=10.0, name="lift")
+        )
+        with opened as session:
+            try:
+                done = lift(group, session)
+            except WaitsForReply:
+                waited += 1
+    assert waited == 2
+    assert content(path) == one_go
+    assert done.card == whole.card
+
+
+def content(path: Path) -> bytes:
+    """A trajectory without the times at which things happened."""
+    return re.sub(rb'"(at|seconds)":("[^"]*"|[\d.e-]+)', rb'"\1":0', path.read_bytes())
 
 
 def test_a_replay_gives_the_same_card(run: Any, group: Group, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_klineage.lab.induction.keeping import induce
+from pytest_klineage.lab.induction.lineage_store import induce
 from pytest_klineage.lab.induction.revalidate import Sign, agrees, recheck, sign_of
 from pytest_klineage.lab.induction.verdicts import Judge
-from pytest_klineage.lab.induction.walk import Origin
+from pytest_klineage.lab.induction.walk import WalkOrigin
 from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Reason, Verdict
 
@@ -51,7 +51,7 @@ def test_signs_agree_unless_the_effects_are_clearly_apart(
 
 @pytest.fixture
 def stored(
-    tmp_path: Path, origin: Origin, begin: Callable[..., Any], real_judge: Judge, words: dict[str, Any]
+    tmp_path: Path, origin: WalkOrigin, begin: Callable[..., Any], real_judge: Judge, words: dict[str, Any]
 ) -> StoredLineage:
     """A lineage of three states with recorded effects of 2x and none."""
 
@@ -87,9 +87,7 @@ def answering(real_judge: Judge, *speedups: Interval) -> tuple[Judge, list[tuple
     return judge, asked
 
 
-def test_a_state_is_judged_against_the_next_and_the_effect_is_the_inverse(
-    stored: StoredLineage, real_judge: Judge
-) -> None:
+def test_a_state_is_judged_against_the_next_and_inverted(stored: StoredLineage, real_judge: Judge) -> None:
     judge, asked = answering(real_judge, Interval(0.4, 0.39, 0.41))
     found = recheck(stored, 0, judge)
     assert found.problem == found.note == ""
@@ -101,7 +99,7 @@ def test_a_state_is_judged_against_the_next_and_the_effect_is_the_inverse(
     assert asked == [("block-parallel", "")]
 
 
-def test_an_effect_that_is_gone_is_asked_twice_and_reported_by_name(stored: StoredLineage, real_judge: Judge) -> None:
+def test_a_lost_effect_is_measured_twice_and_named(stored: StoredLineage, real_judge: Judge) -> None:
     gone, back = Interval(1.0, 0.99, 1.01), Interval(0.5, 0.49, 0.51)
     judge, asked = answering(real_judge, gone, back)
     assert recheck(stored, 0, judge).problem == ""

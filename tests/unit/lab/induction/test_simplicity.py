@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.lab.induction.simplicity import code_of, leftovers_of, objection
-from pytest_klineage.lab.induction.texts import filled, kernel_text, meaning_of, one_line, prompt_text
+from pytest_klineage.lab.induction.prompts import filled, kernel_text, meaning_of, one_line
+from pytest_klineage.lab.induction.simplicity import code_of, objection, remaining_in_source
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import Category, KernelSource, SourceFile, Surface
 
@@ -48,18 +48,18 @@ def slowed_expert(words: Words, trick: str) -> KernelSource:
     return made
 
 
-def test_leftovers_are_seen_in_every_expert_and_in_no_naive_kernel() -> None:
+def test_experts_have_remaining_optimizations_naive_kernels_none() -> None:
     from pathlib import Path
 
     experts = find_experts(Path(__file__).parents[4] / "experts", "cpu")
     assert len(experts) >= 5
     for expert in experts:
-        assert {found.category for found in leftovers_of(expert.source("expert"))} >= {"simd", "block_parallel"}
-        assert leftovers_of(expert.source("naive")) == ()
+        assert {found.category for found in remaining_in_source(expert.source("expert"))} >= {"simd", "block_parallel"}
+        assert remaining_in_source(expert.source("naive")) == ()
 
 
 def test_every_category_has_its_meaning() -> None:
-    lines = prompt_text("categories").splitlines()
+    lines = filled("categories").splitlines()
     assert [line.split("`")[1] for line in lines] == [category.value for category in Category]
     assert all(meaning_of(category) for category in Category)
 
@@ -70,8 +70,8 @@ def test_prompts_hold_what_they_are_given_and_nothing_else(words: Words) -> None
     assert "// $kernel ``` {x}" in text
     assert "````cpp" in text
     for name in ("deoptimize-system", "audit-system"):
-        assert "$" not in filled(name, categories=prompt_text("categories"))
-    assert "$" not in prompt_text("rederive-system")
+        assert "$" not in filled(name, categories=filled("categories"))
+    assert "$" not in filled("rederive-system")
 
 
 def test_long_texts_become_short_lines() -> None:

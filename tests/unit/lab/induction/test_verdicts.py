@@ -1,4 +1,4 @@
-"""Verdicts beside a trajectory: written whole or not at all, found again, asked for again where they are blurred."""
+"""Verdicts beside a trajectory: written whole or not, found again, asked for again where they are blurred."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def verdict(
     )  # fmt: skip
 
 
-def judged(place: str, code: Code = Code.ACCEPTED_SAME) -> Judged:
-    return Judged(source_digest=SOURCE.digest, code=code, verdict=place)
+def judged(position: str, code: Code = Code.ACCEPTED_SAME) -> Judged:
+    return Judged(source_digest=SOURCE.digest, code=code, verdict=position)
 
 
 def test_verdicts_are_found_where_they_were_put(tmp_path: Path, small_case: KernelCase) -> None:
@@ -59,12 +59,12 @@ def test_verdicts_are_found_where_they_were_put(tmp_path: Path, small_case: Kern
     assert len(path.read_bytes().splitlines()) == 3
 
 
-@pytest.mark.parametrize("place", ["verdicts.jsonl:0", "verdicts.jsonl:2", "elsewhere", ""])
-def test_a_place_that_is_not_there_is_named(tmp_path: Path, small_case: KernelCase, place: str) -> None:
+@pytest.mark.parametrize("position", ["verdicts.jsonl:0", "verdicts.jsonl:2", "elsewhere", ""])
+def test_a_place_that_is_not_there_is_named(tmp_path: Path, small_case: KernelCase, position: str) -> None:
     file = VerdictFile(tmp_path / "verdicts.jsonl")
     file.append(verdict(small_case))
     with pytest.raises(BadRecord, match="has no line"):
-        file.read(judged(place))
+        file.read(judged(position))
     with pytest.raises(BadRecord, match="is not the verdict that the trajectory speaks of"):
         file.read(judged("verdicts.jsonl:1", Code.MISMATCH))
 

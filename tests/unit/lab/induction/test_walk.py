@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import BadRecord, UsageError
-from pytest_klineage.lab.induction.keeping import TRAJECTORY_FILE, induce, replay
+from pytest_klineage.lab.induction import deoptimize, rederive
+from pytest_klineage.lab.induction.lineage_store import TRAJECTORY_FILE, induce, replay
 from pytest_klineage.lab.induction.verdicts import VERDICTS_FILE, Judge
-from pytest_klineage.lab.induction.walk import Origin, WalkSettings, inverse
+from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
 from pytest_klineage.lab.library.lineages import StoredLineage, load_lineage, problems_of
+from pytest_klineage.lab.llm.conversation import PROMPT_SET
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import (
@@ -27,7 +30,10 @@ from pytest_klineage.records import (
     Termination,
     Verdict,
 )
+from pytest_klineage.records.lineage import inverse
 
+ROOT = Path(__file__).parents[4]
+SHIPPED = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("experts/*/*/lineage/lineage.json"))
 Begin = Callable[..., Session]
 Words = dict[str, Any]
 
@@ -47,7 +53,7 @@ def good(words: Words) -> list[str]:
 
 @pytest.fixture
 def walk(
-    tmp_path: Path, origin: Origin, begin: Begin, real_judge: Judge, words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, words: Words
 ) -> Callable[..., tuple[StoredLineage, Any]]:
     """Walks with these replies; gives what was kept, and the model with what it was asked."""
 
@@ -85,7 +91,7 @@ def test_an_inverse_swaps_the_ends() -> None:
     assert inverse(Interval(0.5, 0.4, 0.8, 0.99)) == Interval(2.0, 1.25, 2.5, 0.99)
 
 
-def test_whoever_re_derives_never_sees_the_faster_kernel(walk: Any, good: list[str]) -> None:
+def test_the_rederiver_never_sees_the_faster_kernel(walk: Any, good: list[str]) -> None:
     _, model = walk(*good)
     forward = [asked for asked in model.asked if "Add exactly this optimization" in asked.prefix.system]
     assert len(forward) == 2
@@ -107,16 +113,16 @@ def test_edits_do_what_a_whole_file_does(walk: Any, good: list[str], words: Word
     assert stored.lineage.transitions[1].rederived is None
 
 
-def test_a_wrong_simplification_is_refused_told_and_kept(walk: Any, good: list[str], words: Words) -> None:
+def test_a_wrong_simplification_is_refused_and_recorded(walk: Any, good: list[str], words: Words) -> None:
     wrong = words["blocked"].replace("double sum = 0.0", "double sum = 1.0")
     stored, model = walk(words["proposal"]("block_parallel", wrong), *good)
     step = stored.lineage.transitions[-1]
     assert [rejection.code for rejection in step.rejected] == [Code.MISMATCH]
     assert not step.rejected[0].forward
     assert step.rejected[0].edit is not None
-    told = model.asked[1].turns[-1].text
-    assert "was not taken" in told
-    assert "wrong_value.mismatch" in told
+    expected = model.asked[1].turns[-1].text
+    assert "was not taken" in expected
+    assert "wrong_value.mismatch" in expected
     later = next(asked for asked in model.asked[2:] if "one optimization at a time" in asked.prefix.system)
     assert "Refused so far" in later.turns[-1].text
     assert "`block_parallel` in run" in later.turns[-1].text
@@ -131,7 +137,7 @@ def test_a_wrong_re_derivation_is_repaired_in_its_chat(walk: Any, good: list[str
     assert "Edits apply to the simpler kernel shown at first" in model.asked[2].turns[-1].text
 
 
-def test_a_step_that_nobody_can_bring_back_is_refused(walk: Any, good: list[str], words: Words) -> None:
+def test_a_step_that_cannot_be_rederived_is_refused(walk: Any, good: list[str], words: Words) -> None:
     settings = WalkSettings(max_repairs=1)
     stored, model = walk(good[0], "I cannot.", "Really not.", *good, settings=settings)
     kinds = [rejection.forward for rejection in stored.lineage.transitions[-1].rejected]
@@ -140,7 +146,7 @@ def test_a_step_that_nobody_can_bring_back_is_refused(walk: Any, good: list[str]
 
 
 def test_a_slow_re_derivation_is_refused_by_its_upper_bound(
-    tmp_path: Path, origin: Origin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
 ) -> None:
     def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
         verdict = real_judge(case, source, against)
@@ -159,7 +165,7 @@ def test_a_slow_re_derivation_is_refused_by_its_upper_bound(
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "expected"),
     [
         ("I would remove the threads.", "no ```json block"),
         ('```json\n{"category": "magic", "locus": "run", "intent": "x"}\n```\n```cpp\nint x;\n```', "must be one of"),
@@ -176,16 +182,16 @@ def test_a_slow_re_derivation_is_refused_by_its_upper_bound(
         ),
     ],
 )  # fmt: skip
-def test_a_malformed_reply_is_told_and_nothing_is_lost(
-    walk: Any, good: list[str], reply: str, told: str
+def test_a_malformed_reply_is_reported_without_loss(
+    walk: Any, good: list[str], reply: str, expected: str
 ) -> None:  # fmt: skip
     stored, model = walk(reply, *good)
     assert stored.lineage.complete
-    assert told in model.asked[1].turns[-1].text
+    assert expected in model.asked[1].turns[-1].text
     assert "cannot be used" in model.asked[1].turns[-1].text
 
 
-def test_a_truncated_reply_is_told(walk: Any, good: list[str], words: Words) -> None:
+def test_a_truncated_reply_is_reported(walk: Any, good: list[str], words: Words) -> None:
     stored, model = walk(words["said"](good[0], stop_reason=StopReason.MAX_TOKENS), *good)
     assert stored.lineage.complete
     assert "cut off" in model.asked[1].turns[-1].text
@@ -263,7 +269,7 @@ def test_a_budget_that_ends_within_a_step_keeps_what_was_refused(walk: Any, good
 
 
 def test_a_walk_goes_on_where_it_was_ended(
-    tmp_path: Path, origin: Origin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
 ) -> None:
     judged: list[str] = []
 
@@ -271,19 +277,19 @@ def test_a_walk_goes_on_where_it_was_ended(
         judged.append(source.digest)
         return real_judge(case, source, against)
 
-    for place in range(1, len(good)):
-        folder, file = tmp_path / f"lineage-{place}", tmp_path / "walk.jsonl"
+    for position in range(1, len(good)):
+        folder, file = tmp_path / f"lineage-{position}", tmp_path / "walk.jsonl"
         failing = BackendFailed(Failure.OVERLOADED, "busy", billed=False)
-        with begin(words["scripted"](*good[:place], failing)) as session:
+        with begin(words["scripted"](*good[:position], failing)) as session:
             cut = induce(origin, session, real_judge, folder)
         assert cut.lineage.termination is Termination.INTERRUPTED
         judged.clear()
-        backend = words["scripted"](*good[place:])
+        backend = words["scripted"](*good[position:])
         with Session.resume(file, backend) as session:
             stored = induce(origin, session, counting, folder)
         assert stored.lineage.complete
-        assert len(backend.asked) == len(good) - place
-        assert len(judged) == max(0, 5 - 1 - place) if place < 5 else not judged
+        assert len(backend.asked) == len(good) - position
+        assert len(judged) == max(0, 5 - 1 - position) if position < 5 else not judged
         assert replay(folder, None).differences == ()
         file.unlink()
         (tmp_path / f"walk.{VERDICTS_FILE}").unlink()
@@ -297,15 +303,15 @@ def test_a_replay_tells_recorded_verdicts_and_compares_todays(
     before = (stored.directory / TRAJECTORY_FILE).read_bytes()
     again = replay(stored.directory, real_judge)
     assert again.differences == ()
-    assert len(again.compared) == 6
-    assert all(pair.agrees for pair in again.compared)
+    assert len(again.rejudged) == 6
+    assert all(pair.agrees for pair in again.rejudged)
     assert (stored.directory / TRAJECTORY_FILE).read_bytes() == before
 
     def broken(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
         verdict = real_judge(case, source, against)
         return msgspec.structs.replace(verdict, status=Status.WRONG_VALUE)
 
-    assert not all(pair.agrees for pair in replay(stored.directory, broken).compared)
+    assert not all(pair.agrees for pair in replay(stored.directory, broken).rejudged)
 
 
 def test_a_replay_refuses_other_words_and_other_verdicts(walk: Any, good: list[str], words: Words) -> None:
@@ -323,8 +329,32 @@ def test_a_replay_refuses_other_words_and_other_verdicts(walk: Any, good: list[s
         replay(stored.directory, None)
 
 
+@pytest.mark.parametrize("directory", SHIPPED, ids=str)
+def test_shipped_lineages_replay_word_by_word(directory: Path) -> None:
+    """Where this fails after words of prompts have changed, `lab.llm.conversation.PROMPT_SET` must be raised."""
+    assert replay(ROOT / directory, None).differences == ()
+
+
+@pytest.mark.parametrize("directory", SHIPPED, ids=str)
+def test_shipped_lineages_replay_with_other_words(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(ROOT / directory, tmp_path / "lineage")
+    for module in (deoptimize, rederive):
+        monkeypatch.setattr(module, "filled", lambda name, **values: f"{name} in plain words")
+    monkeypatch.setattr(rederive, "shortfall", lambda verdict, old=rederive.shortfall: old(verdict) and "too slow")
+    with pytest.raises(TrajectoryMismatch, match="another prompt"):
+        replay(copy, None)
+    trajectory = copy / TRAJECTORY_FILE
+    head, _, rest = trajectory.read_bytes().partition(b"\n")
+    line = msgspec.json.decode(head)
+    line["event"]["prompt_set"] = PROMPT_SET - 1
+    trajectory.write_bytes(msgspec.json.encode(line) + b"\n" + rest)
+    assert replay(copy, None).differences == ()
+
+
 def test_an_expert_that_is_wrong_here_is_said_so(
-    tmp_path: Path, origin: Origin, begin: Begin, real_judge: Judge, words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, words: Words
 ) -> None:
     wrong = words["kernel"](words["expert"].replace("sum = 0.0", "sum = 1.0"))
     with (
@@ -335,7 +365,7 @@ def test_an_expert_that_is_wrong_here_is_said_so(
 
 
 def test_progress_says_step_and_dollars(
-    tmp_path: Path, origin: Origin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
 ) -> None:
     said: list[str] = []
     with begin(words["scripted"](*good)) as session:

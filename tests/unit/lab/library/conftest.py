@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.lab.library.edits import diff_edit
 from pytest_klineage.lab.library.lineages import state_of
 from pytest_klineage.records import (
     CardScope,
@@ -38,6 +37,7 @@ from pytest_klineage.records import (
     TrialOutcome,
     Verdict,
 )
+from pytest_klineage.records.edits import diff_edit
 
 CASE = KernelCase(operator="gemm", shape={"M": 64, "N": 64, "K": 64}, dtype="fp32", reference="torch")
 TEXTS = (

@@ -74,7 +74,7 @@ def test_a_transition_is_cited_with_its_place(make_lineage: MakeLineage, make_ca
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a--b", "A", "a_b", "../a", "a/b", "a b", "x" * 65])
-def test_a_name_that_is_none_is_refused(tmp_path: Path, make_card: MakeCard, name: str) -> None:
+def test_an_invalid_name_is_refused(tmp_path: Path, make_card: MakeCard, name: str) -> None:
     with pytest.raises(UsageError, match="is no name for a card"):
         write_card(tmp_path, make_card(name=name))
     assert list(tmp_path.iterdir()) == []

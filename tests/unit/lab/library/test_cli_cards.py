@@ -9,15 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.cli.cards import WIDTH, add_cards
+from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.lab.library.lineages import save_lineage
 from pytest_klineage.lab.library.rendering import prompt_text
-from pytest_klineage.records import CardStatus, Effect, KernelSource, Lineage, SkillCard, from_json
+from pytest_klineage.records import (
+    CardStatus,
+    Carrier,
+    CarrierKind,
+    Category,
+    Effect,
+    KernelSource,
+    Lineage,
+    SkillCard,
+    from_json,
+)
+from pytest_klineage.report.text import WIDTH
 
 MakeCard = Callable[..., SkillCard]
 Run = Callable[..., tuple[int, str]]
+
+
+OTHER_WORDS = {
+    "intent": "Quite something else.",
+    "anchor": "Somewhere that nobody has looked at.",
+    "carrier": Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="other code of another kind"),
+}
 
 
 @pytest.fixture
@@ -28,7 +46,7 @@ def house(
     save_lineage(tmp_path / "experts" / "gemm" / "cpu-cpp" / "lineage", *make_lineage())
     write_card(tmp_path / "skills", make_card())
     write_card(tmp_path / "skills", make_card(name="z" * 64, status=CardStatus.RETIRED))
-    write_card(tmp_path / "skills", make_card(name="draft", status=CardStatus.CANDIDATE, log=()))
+    write_card(tmp_path / "skills", make_card(name="draft", status=CardStatus.CANDIDATE, log=(), **OTHER_WORDS))
     return tmp_path
 
 
@@ -110,7 +128,7 @@ def test_lint_of_good_cards_is_quiet(run: Run) -> None:
 
 
 def test_lint_fails_for_errors_and_for_warnings_when_they_count(run: Run, house: Path, make_card: MakeCard) -> None:
-    write_card(house / "skills", make_card(name="risky", risks=()))
+    write_card(house / "skills", make_card(name="risky", risks=(), category=Category.PACK))
     status, output = run("lint", "risky")
     assert (status, output.splitlines()[-1]) == (0, "1 card: 0 errors, 1 warning")
     assert output.startswith("risky: warning: risk.missing: no risk is known")
@@ -122,7 +140,7 @@ def test_lint_fails_for_errors_and_for_warnings_when_they_count(run: Run, house:
     assert output.splitlines()[-1] == "4 cards: 1 error, 1 warning"
 
 
-def test_lint_looks_for_evidence_where_it_is_told(run: Run, house: Path) -> None:
+def test_lint_looks_for_evidence_in_the_given_folder(run: Run, house: Path) -> None:
     (house / "experts").rename(house / "elsewhere")
     status, output = run("lint", "gemm-simd")
     assert status == 1

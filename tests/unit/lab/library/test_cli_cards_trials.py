@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.cli.cards import WIDTH, add_cards
+from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.records import CardStatus, Code, Context, Interval, SkillCard, Surface, Trial, TrialOutcome
+from pytest_klineage.report.text import WIDTH
 
 PLACE = Context(operator="gemm", shape={"M": 96, "N": 96, "K": 96}, dtype="fp32", surface=Surface.CPP, platform="cpu")
 TRIALS = (
@@ -42,7 +43,7 @@ def shown(
     return call
 
 
-def test_every_trial_is_told(shown: Callable[..., str]) -> None:
+def test_every_trial_is_listed(shown: Callable[..., str]) -> None:
     text = shown(log=TRIALS)
     lines = text.splitlines()
     assert lines[0] == "gemm-simd: admitted, 2 trials, 1 held out and won"

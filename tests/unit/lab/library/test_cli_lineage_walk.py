@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.cli.lineage import WIDTH, add_lineage
+from pytest_klineage.cli.lineage import add_lineage
 from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.library.lineages import save_lineage
-from pytest_klineage.records import KernelSource, Lineage
+from pytest_klineage.records import KernelSource, Lineage, Termination
+from pytest_klineage.report.text import WIDTH
 
 MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
 Run = Callable[..., tuple[int, str]]
@@ -48,13 +49,43 @@ def test_a_walk_goes_from_naive_to_expert(run: Run) -> None:
     lines = [line for line in output.splitlines() if line]
     assert status == 0
     assert lines[0] == "gemm/cpu-cpp: gemm-64x64x64-fp32, 2 steps from naive to the expert"
-    assert lines[1] == f"00 naive, 2 ms: {FOLDER}/00-naive.cpp"
+    assert lines[1] == "00 naive, 2 ms: pytest-klineage lineage show gemm/cpu-cpp 0"
     assert lines[2] == "step 1 of 2 adds tile_stage: 1.5x [1.4, 1.6], 1 refused on the way"
     assert lines[3:5] == ["  where: run", "  what: adds tile_stage"]
-    assert lines[5] == f"01 tile stage, 2 ms: {FOLDER}/01-tile-stage.cpp"
+    assert lines[5] == "01 tile stage, 2 ms: pytest-klineage lineage show gemm/cpu-cpp 1"
     assert "ended: naive_reached: nothing is left" in lines
     assert lines[-1].startswith("next: pytest-klineage lineage walk gemm/cpu-cpp 1")
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_the_files_of_a_state_are_printed_or_written(run: Run, make_lineage: MakeLineage, tmp_path: Path) -> None:
+    _, sources = make_lineage()
+    (file,) = sources[1].files
+    assert run("show", "gemm/cpu-cpp", "1") == (0, file.text)
+    assert run("show", "gemm/cpu-cpp", "1", "--output", "made") == (0, f"made/{file.name}\n")
+    assert (tmp_path / "made" / file.name).read_text() == file.text
+    with pytest.raises(UsageError, match="has the states 0 to 2, not 3"):
+        run("show", "gemm/cpu-cpp", "3")
+    with pytest.raises(UsageError, match="name the state as well"):
+        run("show", "gemm/cpu-cpp", "--output", "made")
+
+
+def test_a_hand_made_lineage_says_what_was_not_judged(run: Run, make_lineage: MakeLineage) -> None:
+    lineage, sources = make_lineage()
+    states = tuple(msgspec.structs.replace(state, verdict=None) for state in lineage.states)
+    steps = tuple(
+        msgspec.structs.replace(step, backward=None, forward_verdict=None, rederived=None, effect=None)
+        for step in lineage.transitions
+    )
+    made = msgspec.structs.replace(
+        lineage, states=states, transitions=steps, termination=Termination.HAND_MADE, termination_reason="by hand"
+    )
+    save_lineage(FOLDER.with_name("stages"), made, sources)
+    assert "gemm/cpu-cpp: gemm-64x64x64-fp32, 2 steps, hand_made" in run("list")[1].splitlines()
+    assert run("verify", str(FOLDER.with_name("stages")))[0] == 0
+    assert "not judged" in run("show", str(FOLDER.with_name("stages")))[1]
+    with pytest.raises(UsageError, match="hand-made and has no simplifications"):
+        run("walk", str(FOLDER.with_name("stages")), "1", "--backward")
 
 
 def test_one_step_is_shown_with_its_edit_and_what_was_refused(run: Run) -> None:
@@ -73,9 +104,7 @@ def test_steps_that_are_not_there_are_named(run: Run) -> None:
         run("walk", "gemm/cpu-cpp", "--backward")
 
 
-def test_a_speedup_over_another_state_is_not_shown_as_one_over_the_reference(
-    run: Run, make_lineage: MakeLineage
-) -> None:
+def test_a_speedup_over_a_state_is_labelled_as_such(run: Run, make_lineage: MakeLineage) -> None:
     lineage, sources = make_lineage()
     verdict = msgspec.structs.replace(lineage.states[0].verdict, reference={"label": "x", "digest": "y"})
     states = (msgspec.structs.replace(lineage.states[0], verdict=verdict), *lineage.states[1:])

@@ -1,66 +1,91 @@
-"""The stages of an expert as kernels: by name, with the platforms that they can be built for."""
+"""Hand-made lineages: the states that authors of experts wrote, from naive on."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.lab.library.experts import Expert, find_experts, read_expert
-from pytest_klineage.records import PLATFORMS, Surface
+from pytest_klineage.lab.induction.derive import KEPT
+from pytest_klineage.lab.library.experts import find_experts
+from pytest_klineage.lab.library.lineages import (
+    HAND_MADE,
+    StoredLineage,
+    find_hand_made,
+    load_lineage,
+    problems_of,
+)
+from pytest_klineage.records import PLATFORMS, Edit, EditKind, Termination
 
-TOML = """
-[kernel]
-operator = "gemm"
-platform = "sm90"
-surface = "cuda"
-
-[variants.naive]
-files = ["stages/00-naive.cu"]
-platforms = ["sm90", "sm120"]
-
-[variants.expert]
-files = ["expert.cu"]
-
-[[stages]]
-file = "stages/00-naive.cu"
-adds = "naive"
-platforms = ["sm90", "sm120"]
-
-[[stages]]
-file = "stages/01-wgmma.cu"
-adds = "wgmma"
-"""
+EXPERTS = Path(__file__).parents[4] / "experts"
+OPERATORS = ("conv2d", "fmha", "gdn", "gdn_cumsum", "gdn_fused_fwd", "gdn_kkt_solve", "gemm", "topk")
 
 
-@pytest.fixture
-def expert(tmp_path: Path) -> Expert:
-    """An expert with two stages on disk."""
-    folder = tmp_path / "gemm" / "sm90-cuda"
-    (folder / "stages").mkdir(parents=True)
-    (folder / "expert.toml").write_text(TOML)
-    (folder / "stages" / "01-wgmma.cu").write_text("// wgmma")
-    return read_expert(folder / "expert.toml")
+@pytest.fixture(scope="module", params=OPERATORS)
+def stored(request: pytest.FixtureRequest) -> StoredLineage:
+    """One shipped lineage, with every state made from the naive kernel by the edits."""
+    return load_lineage(EXPERTS / request.param / "sm90-cuda" / HAND_MADE)
 
 
-def test_a_stage_is_a_source_with_its_own_name(expert: Expert) -> None:
-    source = expert.stage_source("01-wgmma")
-    assert (source.surface, source.entry, source.label) == (Surface.CUDA, "run", "01-wgmma")
-    assert [(file.name, file.text) for file in source.files] == [("01-wgmma.cu", "// wgmma")]
-    with pytest.raises(UnknownName, match=r"'01-wgma'. Did you mean '01-wgmma'\?"):
-        expert.stage_source("01-wgma")
+def test_every_expert_of_a_gpu_has_one() -> None:
+    assert [folder.parts[-3] for folder in find_hand_made(EXPERTS)] == list(OPERATORS)
 
 
-def test_platforms_are_the_folders_unless_more_are_named(expert: Expert) -> None:
-    assert expert.platforms_of(expert.stage("00-naive")) == ("sm90", "sm120")
-    assert expert.platforms_of(expert.stage("01-wgmma")) == ("sm90",)
-    assert expert.platforms_of(expert.variants["naive"]) == ("sm90", "sm120")
-    assert expert.platforms_of(expert.variants["expert"]) == ("sm90",)
+def test_edits_give_the_recorded_bytes(stored: StoredLineage) -> None:
+    assert problems_of(stored) == []
+    assert [source.digest for source in stored.sources] == [state.source_digest for state in stored.lineage.states]
 
 
-def test_what_is_shipped_names_platforms_that_there_are(pytestconfig: pytest.Config) -> None:
-    for found in find_experts(pytestconfig.rootpath / "experts"):
-        for kernel in (*found.variants.values(), *found.stages):
-            assert set(found.platforms_of(kernel)) <= set(PLATFORMS)
-            assert found.platform in found.platforms_of(kernel)
+def test_only_the_naive_kernel_is_a_file(stored: StoredLineage) -> None:
+    files = sorted(path.name for path in stored.directory.iterdir() if path.name != KEPT)
+    assert files == ["00-naive.cu", "lineage.json"]
+
+
+def test_it_says_who_wrote_it_and_what_was_judged(stored: StoredLineage) -> None:
+    lineage = stored.lineage
+    assert lineage.hand_made
+    assert not lineage.complete
+    assert lineage.provenance["authors"]
+    for number, step in enumerate(lineage.transitions, 1):
+        brought_back = (stored.directory / KEPT / f"{number:02}.jsonl").is_file()
+        assert (step.forward_verdict is not None) == brought_back, f"step {number}"
+        assert step.effect is None or brought_back, f"step {number}"
+    assert all(step.risks for step in lineage.transitions if lineage.operator.startswith("gdn_"))
+    for state in lineage.states:
+        assert state.verdict is None or state.verdict.source_digest == state.source_digest
+
+
+def test_states_are_found_by_name_with_their_platforms() -> None:
+    stored = load_lineage(EXPERTS / "gemm" / "sm90-cuda" / HAND_MADE)
+    state, source = stored.state("07-wgmma")
+    assert (source.files[0].name, source.label) == ("07-wgmma.cu", "07-wgmma")
+    assert stored.platforms_of(state) == ("sm90",)
+    assert stored.platforms_of(stored.lineage.states[0]) == ("sm90", "sm120")
+    with pytest.raises(UnknownName, match=r"Did you mean '07-wgmma'\?"):
+        stored.state("07-wgma")
+
+
+def test_platforms_of_what_is_shipped_are_known(stored: StoredLineage) -> None:
+    for state in stored.lineage.states:
+        assert stored.lineage.platform in stored.platforms_of(state)
+        assert set(stored.platforms_of(state)) <= set(PLATFORMS)
+    for expert in find_experts(EXPERTS):
+        for variant in expert.variants.values():
+            assert expert.platform in expert.platforms_of(variant)
+            assert set(expert.platforms_of(variant)) <= set(PLATFORMS)
+
+
+def test_a_walk_must_have_verdicts(stored: StoredLineage) -> None:
+    walked = msgspec.structs.replace(stored.lineage, termination=Termination.NAIVE_REACHED)
+    problems = problems_of(msgspec.structs.replace(stored, lineage=walked))
+    assert any("has no backward edit, or no verdict" in problem for problem in problems)
+
+
+def test_a_changed_edit_is_found(stored: StoredLineage) -> None:
+    step = stored.lineage.transitions[0]
+    wrong = msgspec.structs.replace(step, forward=Edit(kind=EditKind.UNIFIED_DIFF, diff=""))
+    lineage = msgspec.structs.replace(stored.lineage, transitions=(wrong, *stored.lineage.transitions[1:]))
+    problems = problems_of(msgspec.structs.replace(stored, lineage=lineage))
+    assert any("transition 1" in problem and "does not give the bytes" in problem for problem in problems)

@@ -114,28 +114,3 @@ def test_the_shipped_cpu_kernels_are_complete(pytestconfig: pytest.Config) -> No
         assert found.provenance
         for name in found.variants:
             assert found.source(name).files[0].text
-
-
-def test_the_shipped_stages_exist_and_begin_with_the_naive_kernel(pytestconfig: pytest.Config) -> None:
-    staged = [found for found in find_experts(pytestconfig.rootpath / "experts") if found.stages]
-    assert [(found.operator, found.platform) for found in staged] == [
-        (operator, "sm90")
-        for operator in ("conv2d", "fmha", "gdn", "gdn_cumsum", "gdn_fused_fwd", "gdn_kkt_solve", "gemm", "topk")
-    ]
-    for found in staged:
-        assert len(found.stages) >= 6
-        assert "naive" in found.stages[0].file
-        for stage in found.stages:
-            assert (found.directory / stage.file).is_file(), stage.file
-            assert stage.adds
-
-
-def test_a_stage_outside_of_its_folder_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "gemm" / "cpu-cpp"
-    folder.mkdir(parents=True)
-    (folder / "expert.toml").write_text(
-        '[kernel]\noperator = "gemm"\nplatform = "cpu"\nsurface = "cpp"\n'
-        '[variants.naive]\nfiles = ["naive.cpp"]\n[[stages]]\nfile = "../naive.cpp"\nadds = "nothing"\n'
-    )
-    with pytest.raises(UsageError, match="own folder"):
-        read_expert(folder / "expert.toml")

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from pytest_klineage.lab.library.cards import read_card, write_card
-from pytest_klineage.lab.library.foreign import UnmappedField
 from pytest_klineage.lab.library.front_matter import FrontMatterError
-from pytest_klineage.lab.library.importers import NO_REASON, from_nine_fields, from_skill_markdown
+from pytest_klineage.lab.library.importers import NO_REASON, UnmappedField, from_nine_fields, from_skill_markdown
 from pytest_klineage.lab.library.lint import lint_card
 from pytest_klineage.records import (
     CardStatus,
@@ -181,27 +180,35 @@ LOG = "verification_log[0]"
 @pytest.mark.parametrize(
     ("fields", "field", "says"),
     [
-        ({"author": "x"}, "author", "unknown in the card"),
-        ({"intent": 3}, "intent", "a text is expected"),
-        ({"carrier": "  "}, "carrier", "a text is expected"),
-        ({"precondition": "Layout: x"}, "precondition", "a list is expected, got str"),
+        ({"author": "x"}, "the card", "unknown field `author`"),
+        ({"intent": 3}, "intent", "Expected `str`"),
+        ({"carrier": "  "}, "carrier", "Expected `str` matching"),
+        ({"precondition": "Layout: x"}, "precondition", "Expected `array`, got `str`"),
         ({"precondition": ["the row fits"]}, "precondition[0]", "give classes="),
         ({"precondition": ["Mood: good"]}, "precondition[0]", "give classes="),
-        ({"precondition": [1]}, "precondition[0]", "a text is expected, got int"),
+        ({"precondition": [1]}, "precondition[0]", "Expected `str`, got `int`"),
         ({"evidence": []}, "evidence", "give category="),
         ({"evidence": [{"action_category": "polish"}]}, EVIDENCE, "unknown category 'polish'"),
-        ({"evidence": ["x"]}, "evidence[0]", "an object is expected, got str"),
+        ({"evidence": ["x"]}, "evidence[0]", "Expected `object`, got `str`"),
         ({"evidence": TWO}, EVIDENCE, "one category is expected, got 2"),
-        ({"evidence": [TWO[0] | {"rejected_evidence": [{}]}]}, "evidence[0].rejected_evidence[0]", "a text"),
-        ({"scope": []}, "scope", "an object is expected, got list"),
-        ({"scope": {"regions": []}}, "regions", "unknown in scope"),
+        (
+            {"evidence": [TWO[0] | {"rejected_evidence": [{}]}]},
+            "evidence[0].rejected_evidence[0]",
+            "Expected `str`",
+        ),
+        ({"scope": []}, "scope", "Expected `object`, got `array`"),
+        ({"scope": {"regions": []}}, "scope", "unknown field `regions`"),
         ({"scope": {"platforms": ["ascend910b"]}}, "scope.platforms", "unknown platform"),
         ({"scope": {"languages": ["hip"]}}, "scope.languages", "unknown surface 'hip'"),
         ({"scope": {"prior_actions": ["polish"]}}, "scope.prior_actions", "unknown category"),
         ({"requires": [{"locus": "hardware", "name": "magic"}]}, "requires", "unknown capability 'magic'"),
-        ({"requires": [{"locus": "loop"}]}, "name", "a text is expected"),
-        ({"verification_log": [{"target": {}}]}, f"{LOG}.validation", "an object is expected"),
-        ({"verification_log": [{"target": TARGET, "validation": {}, "judge": "x"}]}, "judge", f"unknown in {LOG}"),
+        ({"requires": [{"locus": "loop"}]}, "requires[0]", "missing required field `name`"),
+        ({"verification_log": [{"target": TARGET}]}, LOG, "missing required field `validation`"),
+        (
+            {"verification_log": [{"target": TARGET, "validation": {}, "judge": "x"}]},
+            "verification_log[0]",
+            "field `judge`",
+        ),
         ({"verification_log": [{"target": TARGET | {"case": "*"}, "validation": {}}]}, f"{LOG}.target", "no place"),
     ],
     ids=str,
@@ -217,9 +224,7 @@ def test_an_id_without_letters_leaves_the_category_as_name() -> None:
     assert from_nine_fields(changed(skill_id="?" * 20)).name == "tile-stage"
 
 
-@pytest.mark.parametrize(
-    ("data", "says"), [(b"{", "not JSON"), (b"[]", "an object is expected"), (b"\xff", "not JSON")]
-)
+@pytest.mark.parametrize(("data", "says"), [(b"{", "not JSON"), (b"[]", "Expected `object`"), (b"\xff", "not JSON")])
 def test_what_is_no_json_object_is_named(data: bytes, says: str) -> None:
     with pytest.raises(UnmappedField, match=says):
         from_nine_fields(data)
@@ -259,16 +264,16 @@ def test_the_carrier_of_a_skill_is_overview_and_snippet_verbatim() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("skill_id: topk.shared-row\n", "", "skill_id: a text is expected"),
-        ("intent:", "version: 2\nintent:", "version: unknown in the front matter"),
+        ("skill_id: topk.shared-row\n", "", "missing required field `skill_id`"),
+        ("intent:", "version: 2\nintent:", "unknown field `version`"),
         ("- 'Layout: rows", "- 'Rows", r"preconditions\[1\]: its class"),
         ("# Overview\n", "# Summary\n", "# Overview: the section is not there"),
         ("# Code Change Snippet\n", "# Code\n", "# Code Change Snippet: the section is not there"),
         ("# Scope\n", "# History\n", "# History: a section that the format has not"),
         ("## Example configuration\n", "## Benchmarks\n", "# Benchmarks: a section that the format has not"),
         ("\n# Overview\n", "\nHello.\n\n# Overview\n", "belongs to no section"),
-        ("nvidia-sm90a-cuda13", "nvidia-sm80-cuda12", "scope.platforms: unknown platform"),
-        ("  platforms:", "  prior_actions:", "prior_actions: unknown in scope"),
+        ("nvidia-sm90a-cuda13", "nvidia-sm75-cuda12", "scope.platforms: unknown platform"),
+        ("  platforms:", "  prior_actions:", "scope: Object contains unknown field `prior_actions`"),
         ("topk.shared-row", "x" * 65, "give name="),
     ],
 )

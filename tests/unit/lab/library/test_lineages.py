@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import BadRecord, UsageError
-from pytest_klineage.lab.library.edits import diff_edit
 from pytest_klineage.lab.library.lineages import (
     LINEAGE_FILE,
     BrokenLineage,
@@ -24,7 +23,6 @@ from pytest_klineage.lab.library.lineages import (
     problems_of,
     save_lineage,
     state_of,
-    transition_digests,
     verify_lineage,
     with_files,
 )
@@ -41,6 +39,8 @@ from pytest_klineage.records import (
     SourceFile,
     Transition,
 )
+from pytest_klineage.records.edits import diff_edit
+from pytest_klineage.results.storage import record_json
 
 MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
 Make = Callable[..., Any]
@@ -73,14 +73,17 @@ def test_what_is_saved_is_loaded(saved: StoredLineage, folder: Path) -> None:
 
 
 def test_files_are_named_by_place_and_name(saved: StoredLineage, folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "00-naive.cpp", "01-tile-stage.cpp", "02-simd.cpp", "lineage.json",
+    assert sorted(path.name for path in folder.iterdir()) == ["00-naive.cpp", "lineage.json"]
+    assert (folder / "00-naive.cpp").read_text() == saved.sources[0].files[0].text
+    assert [state.files[0].path for state in saved.lineage.states] == [
+        "00-naive.cpp", "01-tile-stage.cpp", "02-simd.cpp",
     ]  # fmt: skip
-    assert (folder / "02-simd.cpp").read_text() == saved.sources[2].files[0].text
 
 
 def test_samples_are_one_line_each(saved: StoredLineage, folder: Path) -> None:
-    assert '"reference_samples_ms": [ 1.0, 1.01 ]' in (folder / LINEAGE_FILE).read_text()
+    lines = (folder / LINEAGE_FILE).read_text().splitlines()
+    assert sum('"reference_samples_ms":[1.0,1.01]' in line for line in lines) >= len(saved.sources)
+    assert json.loads("\n".join(lines)) == json.loads(record_json(saved.lineage))
 
 
 def test_the_same_lineage_is_the_same_bytes(saved: StoredLineage, folder: Path, make_lineage: MakeLineage) -> None:
@@ -91,7 +94,6 @@ def test_the_same_lineage_is_the_same_bytes(saved: StoredLineage, folder: Path, 
 
 def test_lineages_are_found_below_experts(saved: StoredLineage, folder: Path) -> None:
     assert find_lineages(folder.parents[2]) == [folder]
-    assert len(transition_digests(saved.lineage)) == 2
 
 
 def test_further_files_of_a_state_lie_beside_it(make_source: Make, make_verdict: Make, folder: Path) -> None:
@@ -132,18 +134,17 @@ def test_any_chain_of_texts_survives_the_disk(
 def test_files_of_an_earlier_lineage_are_removed(saved: StoredLineage, folder: Path, make_lineage: MakeLineage) -> None:
     lineage, sources = make_lineage()
     (folder / "notes.txt").write_text("not ours")
+    (folder / "02-simd.cpp").write_text("written by an earlier version")
     shorter = msgspec.structs.replace(lineage, states=lineage.states[:2], transitions=lineage.transitions[:1])
     save_lineage(folder, shorter, sources[:2])
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "00-naive.cpp", "01-tile-stage.cpp", "lineage.json", "notes.txt",
-    ]  # fmt: skip
+    assert sorted(path.name for path in folder.iterdir()) == ["00-naive.cpp", "lineage.json", "notes.txt"]
 
 
 def test_infinities_are_stored_as_the_largest_double(
     folder: Path, make_lineage: MakeLineage, make_verdict: Make
 ) -> None:
     lineage, sources = make_lineage()
-    check = Check(regime="spikes", output="c", error=float("inf"), bound=1.0, passed=False)
+    check = Check(input_distribution="spikes", output="c", error=float("inf"), bound=1.0, passed=False)
     refused = msgspec.structs.replace(
         lineage.transitions[0].rejected[0], verdict=make_verdict(sources[0], Code.MISMATCH, checks=(check,))
     )
@@ -159,23 +160,30 @@ def test_infinities_are_stored_as_the_largest_double(
 
 
 def test_a_changed_file_is_named(saved: StoredLineage, folder: Path) -> None:
-    (folder / "01-tile-stage.cpp").write_text("int run() { return 1; }\n")
+    path = folder / "00-naive.cpp"
+    path.write_text(f"{path.read_text()}// more\n")
     problems = problems_of(load_lineage(folder))
+    assert any(problem.startswith("00-naive.cpp: its digest is") for problem in problems)
     assert any(problem.startswith("01-tile-stage.cpp: its digest is") for problem in problems)
-    assert any("transition 1 (tile_stage): the forward edit does not give the bytes" in text for text in problems)
-    with pytest.raises(BrokenLineage, match=r"lineage: 01-tile-stage\.cpp"):
+    with pytest.raises(BrokenLineage, match=r"lineage: 00-naive\.cpp"):
         verify_lineage(load_lineage(folder))
 
 
+def test_an_edit_that_no_longer_fits_is_named(saved: StoredLineage, folder: Path) -> None:
+    (folder / "00-naive.cpp").write_text("int other;\n")
+    with pytest.raises(BrokenLineage, match=r"lineage\.json: transition 1: the forward edit does not apply"):
+        load_lineage(folder)
+
+
 def test_a_missing_file_is_named(saved: StoredLineage, folder: Path) -> None:
-    (folder / "02-simd.cpp").unlink()
-    with pytest.raises(BrokenLineage, match=r"02-simd\.cpp cannot be read"):
+    (folder / "00-naive.cpp").unlink()
+    with pytest.raises(BrokenLineage, match=r"00-naive\.cpp cannot be read"):
         load_lineage(folder)
 
 
 def test_a_file_that_is_no_text_is_named(saved: StoredLineage, folder: Path) -> None:
-    (folder / "02-simd.cpp").write_bytes(b"\xff\xfe")
-    with pytest.raises(BrokenLineage, match=r"02-simd\.cpp is not UTF-8"):
+    (folder / "00-naive.cpp").write_bytes(b"\xff\xfe")
+    with pytest.raises(BrokenLineage, match=r"00-naive\.cpp is not UTF-8"):
         load_lineage(folder)
 
 
@@ -190,7 +198,7 @@ def test_a_changed_step_breaks_the_chain_where_it_is(
     assert any(f"the chain of digests breaks at transition {index + 1}" in text for text in problems_of(changed))
 
 
-def test_a_step_that_is_sealed_anew_breaks_those_made_after_it(saved: StoredLineage, folder: Path) -> None:
+def test_a_resealed_step_breaks_later_ones(saved: StoredLineage, folder: Path) -> None:
     def change(data: dict[str, Any]) -> None:
         data["transitions"][1]["locus"] = "elsewhere"
 
@@ -302,7 +310,7 @@ def test_a_path_that_leads_elsewhere_is_refused(saved: StoredLineage, folder: Pa
 
 
 def test_two_states_in_one_file_are_found(saved: StoredLineage, folder: Path) -> None:
-    changed = edited(folder, lambda data: data["states"][0]["files"][0].__setitem__("path", "01-tile-stage.cpp"))
+    changed = edited(folder, lambda data: data["states"][2]["files"][0].__setitem__("path", "01-tile-stage.cpp"))
     assert "lineage.json: two states share the file 01-tile-stage.cpp" in problems_of(changed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.lab.library.lineages import find_lineages, save_lineage
-from pytest_klineage.lab.library.lint import WARNINGS, Finding, Rule, known_lineages, lint_card, lint_folder
+from pytest_klineage.lab.library.lint import WARNINGS, LintFinding, LintRule, known_lineages, lint_card, lint_folder
 from pytest_klineage.records import (
     CardScope,
     CardStatus,
@@ -33,9 +35,17 @@ MakeCard = Callable[..., SkillCard]
 MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
 DOCS = Path(__file__).parents[4] / "docs" / "reference" / "card-format.md"
 ELSEWHERE = {
-    Rule.UNREADABLE, Rule.FOLDER, Rule.SKILL_MISSING, Rule.SKILL_DIFFERS, Rule.ORIGIN_UNKNOWN, Rule.HELD_OUT,
-    Rule.OUTCOME,
-}  # fmt: skip
+    LintRule.UNREADABLE,
+    LintRule.FOLDER,
+    LintRule.SKILL_MISSING,
+    LintRule.SKILL_DIFFERS,
+    LintRule.ORIGIN_UNKNOWN,
+    LintRule.HELD_OUT,
+    LintRule.EFFECT_REFUSED,
+    LintRule.OUTCOME,
+    LintRule.TOKENS,
+    LintRule.REPEATS,
+}
 """Rules that have a test of their own instead of a row in CASES."""
 
 
@@ -45,7 +55,7 @@ def lineages(make_lineage: MakeLineage) -> dict[str, Lineage]:
     return {sealed.name: sealed}
 
 
-def rules(findings: list[Finding]) -> set[Rule]:
+def rules(findings: list[LintFinding]) -> set[LintRule]:
     return {finding.rule for finding in findings}
 
 
@@ -62,41 +72,40 @@ def test_lineages_are_known_by_name(tmp_path: Path, make_lineage: MakeLineage, l
 SPAN = Effect(summary="s", speedup=Interval(1.1, 1.0, 1.2), span=("1" * 64,))
 WGMMA = Carrier(kind=CarrierKind.SNIPPET, language="cuda", text='asm("wgmma.fence");')
 
-
-CASES: list[tuple[dict[str, Any], Rule]] = [
-    ({"name": "Not A Name"}, Rule.NAME),
-    ({"intent": " \n"}, Rule.EMPTY),
-    ({"anchor": ""}, Rule.EMPTY),
-    ({"carrier": Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="")}, Rule.EMPTY),
-    ({"risks": (Risk(text=""),)}, Rule.EMPTY),
-    ({"intent": "x" * 401}, Rule.LENGTH),
-    ({"anchor": "x" * 1000}, Rule.LENGTH),
-    ({"preconditions": ()}, Rule.CLASS_MISSING),
-    ({"evidence": ()}, Rule.EVIDENCE_MISSING),
-    ({"evidence": (Evidence("topk/cpu-cpp", "1" * 64),)}, Rule.EVIDENCE_UNKNOWN),
-    ({"evidence": (Evidence("gemm/cpu-cpp", "1" * 64),)}, Rule.EVIDENCE_UNKNOWN),
-    ({"origins": ()}, Rule.ORIGIN_MISSING),
-    ({"effect": Effect(summary="s")}, Rule.EFFECT_UNMEASURED),
-    ({"effect": SPAN}, Rule.EFFECT_SPAN),
-    ({"effect": Effect(summary="s", speedup=Interval(1.1, 1.0, 1.2))}, Rule.EFFECT_SPAN),
-    ({"risks": ()}, Rule.RISK_MISSING),
-    ({"risks": (Risk(text="r", evidence="1" * 64),)}, Rule.RISK_EVIDENCE),
-    ({"scope": CardScope(platforms=("sm80",), capabilities=("simd",))}, Rule.SCOPE_NAME),
-    ({"scope": CardScope(surfaces=("fortran",), capabilities=("simd",))}, Rule.SCOPE_NAME),
-    ({"scope": CardScope(capabilities=("simd", "magic"))}, Rule.SCOPE_NAME),
-    ({"scope": CardScope()}, Rule.CAPABILITY),
-    ({"carrier": WGMMA, "scope": CardScope(capabilities=("simd",))}, Rule.CAPABILITY),
-    ({"scope": CardScope(platforms=("sm90",), capabilities=("simd",))}, Rule.SCOPE_PLATFORM),
-    ({"log": ()}, Rule.ADMITTED),
-    ({"status": CardStatus.CANDIDATE}, Rule.CANDIDATE),
+CASES: list[tuple[dict[str, Any], LintRule]] = [
+    ({"name": "Not A Name"}, LintRule.NAME),
+    ({"intent": " \n"}, LintRule.EMPTY),
+    ({"anchor": ""}, LintRule.EMPTY),
+    ({"carrier": Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="")}, LintRule.EMPTY),
+    ({"risks": (Risk(text=""),)}, LintRule.EMPTY),
+    ({"intent": "x" * 401}, LintRule.LENGTH),
+    ({"anchor": "x" * 1000}, LintRule.LENGTH),
+    ({"preconditions": ()}, LintRule.CLASS_MISSING),
+    ({"evidence": ()}, LintRule.EVIDENCE_MISSING),
+    ({"evidence": (Evidence("topk/cpu-cpp", "1" * 64),)}, LintRule.EVIDENCE_UNKNOWN),
+    ({"evidence": (Evidence("gemm/cpu-cpp", "1" * 64),)}, LintRule.EVIDENCE_UNKNOWN),
+    ({"origins": ()}, LintRule.ORIGIN_MISSING),
+    ({"effect": Effect(summary="s")}, LintRule.EFFECT_UNMEASURED),
+    ({"effect": SPAN}, LintRule.EFFECT_SPAN),
+    ({"effect": Effect(summary="s", speedup=Interval(1.1, 1.0, 1.2))}, LintRule.EFFECT_SPAN),
+    ({"risks": ()}, LintRule.RISK_MISSING),
+    ({"risks": (Risk(text="r", evidence="1" * 64),)}, LintRule.RISK_EVIDENCE),
+    ({"scope": CardScope(platforms=("sm75",), capabilities=("simd",))}, LintRule.SCOPE_NAME),
+    ({"scope": CardScope(surfaces=("fortran",), capabilities=("simd",))}, LintRule.SCOPE_NAME),
+    ({"scope": CardScope(capabilities=("simd", "magic"))}, LintRule.SCOPE_NAME),
+    ({"scope": CardScope()}, LintRule.CAPABILITY),
+    ({"carrier": WGMMA, "scope": CardScope(capabilities=("simd",))}, LintRule.CAPABILITY),
+    ({"scope": CardScope(platforms=("sm90",), capabilities=("simd",))}, LintRule.SCOPE_PLATFORM),
+    ({"log": ()}, LintRule.ADMITTED),
+    ({"status": CardStatus.CANDIDATE}, LintRule.CANDIDATE),
 ]
 
 
 @pytest.mark.parametrize(
-    ("fields", "rule"), CASES, ids=lambda value: value.value if isinstance(value, Rule) else next(iter(value))
+    ("fields", "rule"), CASES, ids=lambda value: value.value if isinstance(value, LintRule) else next(iter(value))
 )
 def test_a_broken_rule_is_found(
-    make_card: MakeCard, lineages: dict[str, Lineage], fields: dict[str, Any], rule: Rule
+    make_card: MakeCard, lineages: dict[str, Lineage], fields: dict[str, Any], rule: LintRule
 ) -> None:
     findings = lint_card(make_card(**fields), lineages)
     assert rules(findings) == {rule}
@@ -107,14 +116,21 @@ def test_a_hopper_card_that_claims_sm120_is_found(make_card: MakeCard, lineages:
     scope = CardScope(platforms=("sm90a", "sm120", "*"), capabilities=("wgmma",))
     found = lint_card(make_card(category=Category.WGMMA, scope=scope), lineages)
     assert [(item.rule, item.message) for item in found] == [
-        (Rule.SCOPE_PLATFORM, "scope.platforms names sm120, which is not granted wgmma")
+        (LintRule.SCOPE_PLATFORM, "scope.platforms names sm120, which is not granted wgmma")
     ]
+
+
+def test_an_effect_of_a_disturbed_timing_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    (name, lineage), *_ = lineages.items()
+    steps = tuple(msgspec.structs.replace(step, effect=None) for step in lineage.transitions)
+    refused = {**lineages, name: msgspec.structs.replace(lineage, transitions=steps)}
+    assert rules(lint_card(make_card(), refused)) == {LintRule.EFFECT_REFUSED}
 
 
 def test_missing_evidence_of_a_candidate_is_a_warning(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
     card = make_card(status=CardStatus.CANDIDATE, log=(), evidence=(), origins=())
     findings = lint_card(card, lineages)
-    assert rules(findings) == {Rule.EVIDENCE_MISSING, Rule.ORIGIN_MISSING}
+    assert rules(findings) == {LintRule.EVIDENCE_MISSING, LintRule.ORIGIN_MISSING}
     assert all(finding.warning for finding in findings)
 
 
@@ -126,20 +142,20 @@ def test_each_missing_class_is_named(make_card: MakeCard, lineages: dict[str, Li
 
 def test_origins_must_be_where_the_evidence_is_from(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
     elsewhere = msgspec.structs.replace(make_card().origins[0], shape={"M": 1})
-    assert rules(lint_card(make_card(origins=(elsewhere,)), lineages)) == {Rule.ORIGIN_UNKNOWN}
+    assert rules(lint_card(make_card(origins=(elsewhere,)), lineages)) == {LintRule.ORIGIN_UNKNOWN}
 
 
 def test_a_trial_at_home_is_not_held_out(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
     card = make_card()
     at_home = msgspec.structs.replace(card.log[1], context=card.origins[0])
     found = rules(lint_card(make_card(log=(*card.log, at_home)), lineages))
-    assert found == {Rule.HELD_OUT}
+    assert found == {LintRule.HELD_OUT}
 
 
 def test_a_success_that_the_gate_refused_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
     card = make_card()
     odd = msgspec.structs.replace(card.log[1], outcome=TrialOutcome.SUCCESS, code=Code.MISMATCH)
-    assert rules(lint_card(make_card(log=(*card.log, odd)), lineages)) == {Rule.OUTCOME}
+    assert rules(lint_card(make_card(log=(*card.log, odd)), lineages)) == {LintRule.OUTCOME}
 
 
 def test_a_span_is_a_run_of_neighbours(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
@@ -147,7 +163,7 @@ def test_a_span_is_a_run_of_neighbours(make_card: MakeCard, lineages: dict[str, 
     whole = Effect(summary="s", speedup=Interval(2.0, 1.9, 2.1), span=tuple(digests))
     assert lint_card(make_card(effect=whole), lineages) == []
     backward = msgspec.structs.replace(whole, span=tuple(digests[::-1]))
-    assert rules(lint_card(make_card(effect=backward), lineages)) == {Rule.EFFECT_SPAN}
+    assert rules(lint_card(make_card(effect=backward), lineages)) == {LintRule.EFFECT_SPAN}
 
 
 def test_the_two_forms_must_agree(tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
@@ -157,29 +173,59 @@ def test_the_two_forms_must_agree(tmp_path: Path, make_card: MakeCard, lineages:
     skill.write_text(text.replace("Fewer instructions.", "Magic."))
     (finding,) = lint_folder(folder, lineages)
     line = text.split("\n").index("Fewer instructions.") + 1
-    assert (finding.rule, finding.warning) == (Rule.SKILL_DIFFERS, False)
+    assert (finding.rule, finding.warning) == (LintRule.SKILL_DIFFERS, False)
     assert finding.message.endswith(f"from line {line} on")
     skill.write_text(text + "more")
     assert "from line" in lint_folder(folder, lineages)[0].message
     skill.unlink()
-    assert rules(lint_folder(folder, lineages)) == {Rule.SKILL_MISSING}
+    assert rules(lint_folder(folder, lineages)) == {LintRule.SKILL_MISSING}
+
+
+@pytest.mark.parametrize(("platform", "warning"), [("cpu", True), ("sm90", False)])
+def test_a_long_card_is_found(make_card: MakeCard, lineages: dict[str, Lineage], platform: str, warning: bool) -> None:
+    carrier = Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="x = y;\n" * 700)
+    scope = CardScope(platforms=(platform,), capabilities=("simd",))
+    found = [item for item in lint_card(make_card(carrier=carrier, scope=scope), lineages) if "token" in item.message]
+    assert [(item.rule, item.warning) for item in found] == [(LintRule.TOKENS, warning)]
+
+
+def test_trials_do_not_make_a_card_long(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    card = make_card()
+    assert lint_card(make_card(log=card.log * 100), lineages) == []
+
+
+def test_a_card_that_repeats_another_is_found(
+    tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]
+) -> None:
+    card = make_card()
+    folder = write_card(tmp_path, card)
+    words = Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="other code of quite another kind")
+    prose = {"intent": "Quite something else.", "anchor": "Somewhere that nobody has looked at."}
+    same_code, same_prose = make_card(name="code", **prose), make_card(name="prose", carrier=words)
+    for other in (same_code, same_prose):
+        assert rules(lint_folder(folder, lineages, [card, other])) == {LintRule.REPEATS}
+    retired = make_card(name="retired", status=CardStatus.RETIRED)
+    neither = make_card(name="neither", carrier=words, **prose)
+    elsewhere = make_card(name="elsewhere", category=Category.PACK)
+    assert lint_folder(folder, lineages, [card, retired, neither, elsewhere]) == []
 
 
 def test_a_folder_of_another_name_is_found(tmp_path: Path, make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
     folder = write_card(tmp_path, make_card()).rename(tmp_path / "other")
     (finding,) = lint_folder(folder, lineages)
-    assert (finding.card, finding.rule) == ("other", Rule.FOLDER)
+    assert (finding.card, finding.rule) == ("other", LintRule.FOLDER)
 
 
 def test_a_card_that_cannot_be_read_is_a_finding(tmp_path: Path, lineages: dict[str, Lineage]) -> None:
     (tmp_path / "card.json").write_text("{}")
-    assert rules(lint_folder(tmp_path, lineages)) == {Rule.UNREADABLE}
+    assert rules(lint_folder(tmp_path, lineages)) == {LintRule.UNREADABLE}
 
 
 def test_every_rule_has_a_test() -> None:
-    assert {rule for _, rule in CASES} | ELSEWHERE == set(Rule)
+    assert {rule for _, rule in CASES} | ELSEWHERE == set(LintRule)
 
 
 def test_every_rule_is_documented() -> None:
-    text = DOCS.read_text()
-    assert [rule.value for rule in Rule if f"| `{rule.value}` |" not in text] == []
+    assert "\n::: pytest_klineage.lab.library.lint.LintRule\n" in DOCS.read_text()
+    described = re.findall(r'= "([\w.]+)"\n    """\w', inspect.getsource(LintRule))
+    assert described == [rule.value for rule in LintRule]

@@ -27,7 +27,17 @@ from pytest_klineage.lab.library.normalise import (
     shape_class,
     traces_in,
 )
-from pytest_klineage.records import PLATFORMS, CardScope, Carrier, CarrierKind, Category, Context, SkillCard, Surface
+from pytest_klineage.records import (
+    GPU_PLATFORMS,
+    PLATFORMS,
+    CardScope,
+    Carrier,
+    CarrierKind,
+    Category,
+    Context,
+    SkillCard,
+    Surface,
+)
 
 HERE = Context(operator="gemm", shape={"M": 8, "N": 4}, dtype="fp32", surface=Surface.CPP, platform="cpu")
 
@@ -47,7 +57,7 @@ def test_platforms_have_one_name(name: str, platform: str) -> None:
     assert canonical_platform(name) == platform
 
 
-@pytest.mark.parametrize("name", ["", "ascend910b", "nvidia-sm80-cuda12", "auto"])
+@pytest.mark.parametrize("name", ["", "ascend910b", "nvidia-sm75-cuda12", "auto"])
 def test_other_platforms_are_refused(name: str) -> None:
     with pytest.raises(UnknownName):
         canonical_platform(name)
@@ -66,7 +76,7 @@ def test_canonical_capabilities_stand_for_themselves(name: str) -> None:
 
 def test_an_unknown_capability_names_the_known() -> None:
     with pytest.raises(UnknownName, match="wgmma"):
-        canonical_capability("tcgen05")
+        canonical_capability("tcgen06")
 
 
 def test_every_platform_is_granted_something_known() -> None:
@@ -76,9 +86,17 @@ def test_every_platform_is_granted_something_known() -> None:
     assert {name for name, _, _ in TRACES} <= set(CAPABILITIES)
 
 
-@pytest.mark.parametrize("name", ["wgmma", "tma_load", "tma_store", "cluster", "multicast"])
-def test_what_only_hopper_has_is_granted_to_hopper_alone(name: str) -> None:
-    assert [platform for platform in PLATFORMS if name in granted(platform)] == ["sm90"]
+@pytest.mark.parametrize(
+    ("names", "platforms"),
+    [
+        (("wgmma",), ["sm90"]), (("tcgen05",), ["sm100", "sm103"]),
+        (("tma_load", "tma_store", "cluster", "multicast", "setmaxnreg"), ["sm90", "sm100", "sm103"]),
+        (("mbarrier", "stmatrix"), ["sm90", "sm100", "sm103", "sm120"]), (("mma", "cp_async"), list(GPU_PLATFORMS)),
+    ],
+)  # fmt: skip
+def test_instructions_are_granted_where_they_are(names: tuple[str, ...], platforms: list[str]) -> None:
+    for name in names:
+        assert [platform for platform in PLATFORMS if name in granted(platform)] == platforms
 
 
 def test_a_machine_may_have_more_than_its_platform() -> None:
@@ -93,6 +111,10 @@ def test_a_machine_may_have_more_than_its_platform() -> None:
     [
         ('asm("wgmma.mma_async.sync.aligned.m64n128k16...")', "wgmma"),
         ("warpgroup_arrive();", "wgmma"),
+        ("wgmma_64x128x16(sum, desc_a, desc_b);", "wgmma"),
+        ("tma_load_3d(tile, &map, full, 0, m0, k0);", "tma_load"),
+        ("tma_store_3d(&map, tile, n0, m0);", "tma_store"),
+        ("mma_16816(d, a, b);", "mma"),
         ("using Atom = SM90_64x128x16_F32BF16BF16_SS<...>;", "wgmma"),
         ('"cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1]"', "tma_load"),
         ('"cp.async.bulk.tensor.2d.shared::cta.global.tile ..."', "tma_load"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import strategies as st
 from pytest_klineage.lab.library.front_matter import split_front_matter
 from pytest_klineage.lab.library.rendering import (
     DESCRIPTION_LIMIT,
+    context_text,
     description,
     fenced,
-    place,
     prompt_text,
     sections,
     skill_markdown,
@@ -88,6 +89,21 @@ def test_the_front_matter_is_what_loaders_read(make_card: MakeCard, intent: str,
     assert body.startswith("\n# gemm-simd\n")
 
 
+SKILLS = sorted((Path(__file__).parents[4] / "skills").glob("*/SKILL.md"))
+
+
+@pytest.mark.parametrize("path", SKILLS, ids=lambda path: path.parent.name)
+def test_a_yaml_parser_reads_what_is_shipped(path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    _, front, body = path.read_text(encoding="utf-8").split("---\n", 2)
+    fields = yaml.safe_load(front)
+    assert fields["name"] == path.parent.name
+    assert isinstance(fields["description"], str)
+    assert 0 < len(fields["description"]) <= DESCRIPTION_LIMIT
+    assert all(isinstance(value, str) for value in fields["metadata"].values())
+    assert body.lstrip().startswith(f"# {path.parent.name}\n")
+
+
 def test_a_description_says_what_and_when(make_card: MakeCard) -> None:
     assert description(make_card()) == (
         "Compute several neighbouring results by one vector instruction. Use when the kernel has: an innermost loop "
@@ -123,7 +139,7 @@ def test_speedups_have_their_interval(interval: Interval | None, text: str) -> N
 
 
 def test_a_place_is_a_few_words(make_card: MakeCard) -> None:
-    assert place(make_card().origins[0]) == "gemm-64x64x64-fp32 (cpu cpp) after tile_stage"
+    assert context_text(make_card().origins[0]) == "gemm-64x64x64-fp32 (cpu cpp) after tile_stage"
 
 
 def test_a_risk_says_whether_the_gate_saw_it(make_card: MakeCard) -> None:

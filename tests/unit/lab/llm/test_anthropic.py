@@ -149,7 +149,7 @@ class TestReplies:
         reply = make().reply(QUESTION, max_output_tokens=100, call=1)
         assert (reply.text, reply.usage.output_tokens) == ("shown", 9)
 
-    def test_another_model_than_asked_is_charged_as_the_one_asked_and_labelled(self, server: Any, make: MAKE) -> None:
+    def test_another_model_is_priced_as_requested_and_labelled(self, server: Any, make: MAKE) -> None:
         backend = make()
         server.stream()
         backend.prices.models["other"] = backend.prices.models.pop("toy")
@@ -190,7 +190,7 @@ class TestRetries:
         assert (found.failure, found.billed) == (named, False)
         assert "Next: " in str(found)
 
-    def test_what_the_server_says_is_told(self, server: Any, make: MAKE) -> None:
+    def test_the_servers_message_is_reported(self, server: Any, make: MAKE) -> None:
         server.error(400, "invalid_request_error")
         assert "that is invalid_request_error" in str(failure(make()))
 
@@ -221,7 +221,7 @@ class TestBrokenStreams:
         ],
         ids=["no json", "a list", "an unknown block", "no message", "a page", "no text", "nothing"],
     )
-    def test_a_stream_that_is_none(self, server: Any, make: MAKE, data: bytes) -> None:
+    def test_an_invalid_stream(self, server: Any, make: MAKE, data: bytes) -> None:
         server.raw(data)
         found = failure(make())
         assert (found.failure, found.billed) == (Failure.BROKEN_STREAM, True)
@@ -248,7 +248,7 @@ class TestBrokenStreams:
         found = failure(make(deadline_s=0.0))
         assert (found.failure, found.billed) == (Failure.TIMEOUT, True)
 
-    def test_nobody_listens(self, prices: Prices, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unreachable_server(self, prices: Prices, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
@@ -273,7 +273,7 @@ class TestCosts:
         assert server.paths == ["/v1/messages/count_tokens"]
         assert "max_tokens" not in server.requests[0]
 
-    def test_where_nobody_counts_the_bound_stays(self, server: Any, make: MAKE) -> None:
+    def test_without_a_count_the_bound_stays(self, server: Any, make: MAKE) -> None:
         server.error(404, "not_found_error")
         backend = make()
         assert backend.counted_worst_case_usd(QUESTION, 100) == backend.worst_case_usd(QUESTION, 100)

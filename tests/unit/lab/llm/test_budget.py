@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm.budget import Budget
 from pytest_klineage.lab.llm.faults import BudgetExhausted
+from pytest_klineage.lab.llm.prices import Budget
 from pytest_klineage.records import Answered, Asked, Event, Failed, StopReason, Usage
 
 COSTS = st.floats(0, 3, allow_nan=False)

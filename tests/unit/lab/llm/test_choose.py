@@ -20,13 +20,13 @@ def test_nothing_is_chosen_by_default(choice: str, prices: Prices) -> None:
     assert all(f"{kind}:" in str(caught.value) for kind in BACKENDS)
 
 
-def test_an_unknown_kind_is_told_with_the_valid_ones(prices: Prices) -> None:
+def test_an_unknown_kind_lists_the_valid_ones(prices: Prices) -> None:
     with pytest.raises(UnknownName, match="'anthropic'"):
         make_backend("antropic:x", prices)
 
 
 @pytest.mark.parametrize("kind", sorted(BACKENDS))
-def test_what_is_missing_behind_the_colon_is_told(kind: str, prices: Prices) -> None:
+def test_a_missing_value_after_the_colon_is_named(kind: str, prices: Prices) -> None:
     with pytest.raises(UsageError, match=f"{kind}:{BACKENDS[kind]}"):
         make_backend(f"{kind}:", prices)
 
@@ -54,6 +54,6 @@ def test_each_kind_can_be_chosen(prices: Prices, tmp_path: Path, monkeypatch: py
         make_backend("anthropic:claude-opus-4-6", prices, model="toy")
 
 
-def test_a_command_that_cannot_be_read_is_told(prices: Prices) -> None:
+def test_an_unreadable_command_is_reported(prices: Prices) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         make_backend("command:cat 'open", prices, model="toy")

@@ -17,7 +17,6 @@ from pytest_klineage.lab.llm.command import CommandBackend
 from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn, as_markdown
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.prices import Prices
-from pytest_klineage.lab.llm.tokens import estimated_input_tokens
 
 QUESTION = Conversation(
     prefix=Prefix(system="be brief", context=("x" * 300_000,)), turns=(Turn(Role.USER, "wärum?\n"),)
@@ -53,7 +52,7 @@ def test_the_prompt_goes_in_and_the_reply_comes_out(make: MAKE) -> None:
 def test_usage_is_estimated_and_labelled(make: MAKE) -> None:
     reply = make("print('abcde', end='')").reply(QUESTION, max_output_tokens=100, call=1)
     assert reply.usage.estimated
-    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (estimated_input_tokens(QUESTION), 2)
+    assert (reply.usage.input_tokens, reply.usage.output_tokens) == (QUESTION.estimated_tokens, 2)
     assert reply.usage.cost_usd == pytest.approx((reply.usage.input_tokens + 2 * 5) / 1e6)
 
 
@@ -63,7 +62,7 @@ def test_the_reservation_covers_a_reply_within_the_limit(make: MAKE) -> None:
     assert backend.reply(QUESTION, max_output_tokens=100, call=1).usage.cost_usd == pytest.approx(reserved)
 
 
-def test_a_bad_status_is_told_with_the_end_of_its_complaint(make: MAKE) -> None:
+def test_a_bad_status_shows_the_end_of_stderr(make: MAKE) -> None:
     found = failure(make("print('never a reply'); sys.stderr.write('x' * 100_000 + '\\x1b[31mno credit'); sys.exit(3)"))
     assert (found.failure, found.billed) == (Failure.COMMAND, True)
     assert "ended with status 3" in str(found)
@@ -76,7 +75,7 @@ def test_a_signal_is_a_bad_status(make: MAKE) -> None:
     assert "status -9" in str(failure(make("os.kill(os.getpid(), 9)")))
 
 
-def test_a_program_that_takes_too_long_is_ended_with_its_children(make: MAKE, tmp_path: Path) -> None:
+def test_a_slow_program_is_ended_with_its_children(make: MAKE, tmp_path: Path) -> None:
     mark = tmp_path / "pid"
     found = failure(
         make(
@@ -141,7 +140,7 @@ def test_a_program_that_reads_nothing_is_fine(make: MAKE) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-program-anywhere"], [__file__]])
-def test_a_program_that_is_not_there_is_told_before_anything_is_reserved(argv: list[str], prices: Prices) -> None:
+def test_a_missing_program_is_reported_before_reserving(argv: list[str], prices: Prices) -> None:
     with pytest.raises(UsageError, match="names no program"):
         CommandBackend(argv, prices, model="toy")
 

@@ -7,15 +7,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn, as_markdown, continued, difference
-from pytest_klineage.lab.llm.tokens import bound_tokens, estimated_input_tokens, estimated_tokens
+from pytest_klineage.lab.llm.conversation import (
+    Conversation,
+    Prefix,
+    Role,
+    Turn,
+    as_markdown,
+    continued,
+    difference,
+    estimated_tokens,
+)
 
 WORDS = st.text(min_size=1, max_size=20).filter(lambda text: text.strip())
 
 
 def talk(*texts: str, system: str = "", context: tuple[str, ...] = ()) -> Conversation:
     roles = (Role.USER, Role.ASSISTANT)
-    turns = tuple(Turn(roles[place % 2], text) for place, text in enumerate(texts))
+    turns = tuple(Turn(roles[position % 2], text) for position, text in enumerate(texts))
     return Conversation(prefix=Prefix(system=system, context=context), turns=turns)
 
 
@@ -86,7 +94,7 @@ def test_an_empty_reply_leaves_no_trace() -> None:
 @settings(deadline=None)
 @given(TALKS)
 def test_an_estimate_never_exceeds_the_bound(conversation: Conversation) -> None:
-    assert 0 < estimated_input_tokens(conversation) <= bound_tokens(conversation)
+    assert 0 < conversation.estimated_tokens <= conversation.most_tokens
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("", 0), ("a", 1), ("abc", 1), ("abcd", 2), ("äöü", 2)])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.edits import (
-    Block,
+    FencedBlock,
     apply_edits,
     apply_to_files,
     code_blocks,
@@ -66,25 +66,25 @@ class TestBlocks:
     @settings(deadline=None)
     @given(PLAIN, PLAIN, PLAIN)
     def test_the_block_is_found_as_it_is(self, before: str, text: str, after: str) -> None:
-        assert one_block(f"{before}```cpp\n{text}```\n{after}") == Block("cpp", text)
+        assert one_block(f"{before}```cpp\n{text}```\n{after}") == FencedBlock("cpp", text)
 
     @pytest.mark.parametrize(
         ("text", "block"),
         [
-            ("```\nx\n```", Block("", "x\n")),
-            ("~~~ CPP title=a\nx\n~~~", Block("cpp", "x\n")),
-            ("````md\n```cpp\nx\n```\n````", Block("md", "```cpp\nx\n```\n")),
-            ("```\n~~~\n```", Block("", "~~~\n")),
-            ("```py\r\nx\r\n```\r\n", Block("py", "x\r\n")),
-            ("  ```\nx\n  ```", Block("", "x\n")),
-            ("```\n```not a fence\n```", Block("", "```not a fence\n")),
-            ("```\nform\x0cfeed\u2028\n```", Block("", "form\x0cfeed\u2028\n")),
-            ("text with ```inline``` code\n```\nx\n```", Block("", "x\n")),
-            ("```inline```\n```\nx\n```", Block("", "x\n")),
-            ("```\n```", Block("", "")),
+            ("```\nx\n```", FencedBlock("", "x\n")),
+            ("~~~ CPP title=a\nx\n~~~", FencedBlock("cpp", "x\n")),
+            ("````md\n```cpp\nx\n```\n````", FencedBlock("md", "```cpp\nx\n```\n")),
+            ("```\n~~~\n```", FencedBlock("", "~~~\n")),
+            ("```py\r\nx\r\n```\r\n", FencedBlock("py", "x\r\n")),
+            ("  ```\nx\n  ```", FencedBlock("", "x\n")),
+            ("```\n```not a fence\n```", FencedBlock("", "```not a fence\n")),
+            ("```\nform\x0cfeed\u2028\n```", FencedBlock("", "form\x0cfeed\u2028\n")),
+            ("text with ```inline``` code\n```\nx\n```", FencedBlock("", "x\n")),
+            ("```inline```\n```\nx\n```", FencedBlock("", "x\n")),
+            ("```\n```", FencedBlock("", "")),
         ],
     )  # fmt: skip
-    def test_fences(self, text: str, block: Block) -> None:
+    def test_fences(self, text: str, block: FencedBlock) -> None:
         assert code_blocks(text) == (block,)
 
     def test_none_several_and_open(self) -> None:
@@ -154,12 +154,12 @@ class TestApplying:
     @settings(deadline=None)
     @given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=3))
     def test_an_edit_applies_exactly_when_its_piece_occurs_once(self, text: str, search: str) -> None:
-        places = sum(text.startswith(search, start) for start in range(len(text)))
+        positions = sum(text.startswith(search, start) for start in range(len(text)))
         edit = edit_of(search=search, replace="c")
-        if places == 1:
+        if positions == 1:
             assert apply_edits(text, [edit]) == text.replace(search, "c")
         else:
-            kind = Malformation.EDIT_AMBIGUOUS if places else Malformation.EDIT_NOT_FOUND
+            kind = Malformation.EDIT_AMBIGUOUS if positions else Malformation.EDIT_NOT_FOUND
             refusal(kind, lambda: apply_edits(text, [edit]))
 
     def test_later_edits_see_earlier_ones(self) -> None:
@@ -193,7 +193,7 @@ class TestApplying:
         assert apply_to_files({"a.cpp": "x"}, [edit_of(search="x", replace="y")]) == {"a.cpp": "y"}
 
     @pytest.mark.parametrize("file", ["", "c.cpp", "../a.cpp"])
-    def test_an_edit_of_no_file_is_told_the_names(self, file: str) -> None:
+    def test_an_edit_of_an_unknown_file_lists_the_names(self, file: str) -> None:
         edit = edit_of(search="x", replace="y", file=file)
         message = refusal(Malformation.EDIT_NOT_FOUND, lambda: apply_to_files({"a.cpp": "x", "b.h": "x"}, [edit]))
         assert "a.cpp, b.h" in message

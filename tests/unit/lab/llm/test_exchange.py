@@ -103,7 +103,7 @@ def test_the_prompt_holds_all_that_is_needed_to_answer(folder: Path, make: MAKE)
         assert part in text
 
 
-def test_a_prompt_appears_whole_or_not_at_all(folder: Path, make: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_appears_atomically(folder: Path, make: MAKE, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     replace = os.replace
 
@@ -143,13 +143,13 @@ def test_an_empty_reply_is_waited_on(folder: Path, make: MAKE) -> None:
     assert (caught.value.failure, caught.value.billed) == (Failure.TIMEOUT, False)
 
 
-def test_waiting_is_told(folder: Path, make: MAKE) -> None:
-    told: list[tuple[Path, float]] = []
+def test_waiting_is_reported(folder: Path, make: MAKE) -> None:
+    waits: list[tuple[Path, float]] = []
     with pytest.raises(BackendFailed, match="no reply in"):
-        ask(make(deadline_s=0.2, progress=lambda path, waited_s: told.append((path, waited_s))))
-    assert {path for path, _ in told} == {folder / "0001-reply.md"}
-    assert [waited for _, waited in told] == sorted(waited for _, waited in told)
-    assert told[-1][1] > 0.1
+        ask(make(deadline_s=0.2, progress=lambda path, waited_s: waits.append((path, waited_s))))
+    assert {path for path, _ in waits} == {folder / "0001-reply.md"}
+    assert [waited for _, waited in waits] == sorted(waited for _, waited in waits)
+    assert waits[-1][1] > 0.1
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_reply_without_its_prompt_is_refused(folder: Path, make: MAKE) -> None
         ask(make())
 
 
-def test_a_folder_that_is_none_is_told(folder: Path, make: MAKE) -> None:
+def test_an_invalid_folder_is_reported(folder: Path, make: MAKE) -> None:
     folder.write_text("a file")
     with pytest.raises(StoreError, match="exchange folder"):
         ask(make())

@@ -175,7 +175,7 @@ class TestAsking:
         assert session.budget.remaining_usd == 1.0
 
     @pytest.mark.parametrize("limit", [0, -1])
-    def test_a_limit_that_is_none_is_refused(self, path: Path, scripted: Any, limit: int) -> None:
+    def test_an_invalid_limit_is_refused(self, path: Path, scripted: Any, limit: int) -> None:
         with begin(path, scripted([])) as session, pytest.raises(UsageError):
             session.chat().ask("a", max_output_tokens=limit)
 
@@ -195,9 +195,7 @@ class TestResuming:
         assert [turn.text for turn in backend.asked[0].turns] == ["a", "one", "b", "two", "c"]
         assert backend.calls == [3]
 
-    def test_a_call_that_was_cut_off_is_charged_in_full_and_sent_anew(
-        self, path: Path, scripted: Any, said: Said
-    ) -> None:
+    def test_a_cut_off_call_is_charged_in_full_and_resent(self, path: Path, scripted: Any, said: Said) -> None:
         with begin(path, scripted([Killed()])) as session, pytest.raises(Killed):
             session.chat().ask("a")
         backend = scripted([said("one", 0.02)])
@@ -221,7 +219,7 @@ class TestResuming:
         assert backend.calls == [1]
         assert [name for name in kinds(path) if name in ("Asked", "Answered", "Failed")] == ["Asked", "Answered"]
 
-    def test_a_cut_off_call_counts_even_if_nobody_asks_it_again(self, path: Path, scripted: Any, said: Said) -> None:
+    def test_a_cut_off_call_counts_even_if_not_repeated(self, path: Path, scripted: Any, said: Said) -> None:
         with begin(path, scripted([Killed()])) as session, pytest.raises(Killed):
             session.chat().ask("a")
         with Session.resume(path, scripted([]), limit_usd=0.15) as session, pytest.raises(BudgetExhausted):
@@ -253,9 +251,7 @@ class TestResuming:
         with Session.resume(path, scripted([])) as session:
             assert policy(session) == first == ["one", "overloaded", "three"]
 
-    def test_another_prompt_than_recorded_is_told_with_the_difference(
-        self, path: Path, scripted: Any, said: Said
-    ) -> None:
+    def test_another_prompt_than_recorded_shows_the_difference(self, path: Path, scripted: Any, said: Said) -> None:
         with begin(path, scripted([said("one")])) as session:
             session.chat().ask("first\nsecond")
         backend = scripted([said("no")])
@@ -265,7 +261,7 @@ class TestResuming:
         assert "-second\n+changed" in str(caught.value)
         assert backend.asked == []
 
-    def test_a_backend_is_told_of_a_beginning_and_not_of_a_resume(self, path: Path, scripted: Any) -> None:
+    def test_a_backend_begins_once_and_not_on_resume(self, path: Path, scripted: Any) -> None:
         backend = scripted([])
         begin(path, backend).close()
         Session.resume(path, backend).close()

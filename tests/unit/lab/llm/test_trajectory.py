@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
-from pytest_klineage.lab.llm.budget import Budget
 from pytest_klineage.lab.llm.conversation import Prefix
+from pytest_klineage.lab.llm.prices import Budget
 from pytest_klineage.lab.llm.trajectory import Trajectory, read_trajectory, recorded_calls
 from pytest_klineage.records import (
     Answered,

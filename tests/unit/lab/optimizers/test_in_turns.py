@@ -18,9 +18,9 @@ from pytest_klineage.lab.llm.exchange import ExchangeBackend
 from pytest_klineage.lab.llm.prices import Prices
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers import Outcome, Task, optimize
-from pytest_klineage.lab.optimizers.klineage import CardMethod, Serving
-from pytest_klineage.lab.optimizers.session import Judge
+from pytest_klineage.lab.optimizers.klineage import CardMethod
+from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, optimize
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import KernelCase, KernelSource, SourceFile, Surface, Verdict
 
 QUICK = {"time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0}
@@ -62,7 +62,7 @@ def real(task: Task) -> Task:
     return msgspec.structs.replace(task, root=root)
 
 
-def turn(task: Task, path: Path, exchange: Path, judge: Judge) -> Outcome:
+def turn(task: Task, path: Path, exchange: Path, judge: Judge) -> OptimizationResult:
     """One go at the run: begun, or taken up where it waits."""
     backend = ExchangeBackend(
         exchange, Prices.load(), model="unbilled", poll_s=0.01, settle_s=0.0, deadline_s=1.0, waits=False
@@ -73,10 +73,12 @@ def turn(task: Task, path: Path, exchange: Path, judge: Judge) -> Outcome:
         else Session.begin(path, backend, limit_usd=1.0, name="run")
     )
     with session:
-        return optimize(task, CardMethod(serving=Serving.NOTHING), session, judge, max_steps=STEPS)
+        return optimize(task, CardMethod("generated-only"), session, judge, max_steps=STEPS)
 
 
-def rounds(task: Task, path: Path, exchange: Path, folder: BatchFolder, cache: Path) -> tuple[Outcome, list[type]]:
+def rounds(
+    task: Task, path: Path, exchange: Path, folder: BatchFolder, cache: Path
+) -> tuple[OptimizationResult, list[type]]:
     """Goes until it is done: whoever answers prompts, and whoever has the machine, come by after each."""
     gate = ExecutorGate(folder, "cpu", GateSettings(**QUICK))
     waited: list[type] = []
@@ -125,7 +127,7 @@ def test_rounds_make_the_trajectory_of_one_go(real: Task, tmp_path: Path) -> Non
     assert [seen.feedback for seen in again.observations] == [seen.feedback for seen in outcome.observations]
 
 
-def in_one_go(task: Task, path: Path, exchange: Path, judge: Judge) -> Outcome:
+def in_one_go(task: Task, path: Path, exchange: Path, judge: Judge) -> OptimizationResult:
     """The same run, never interrupted: replies are written while it waits for them."""
 
     def answering(file: Path, waited_s: float) -> None:
@@ -135,7 +137,7 @@ def in_one_go(task: Task, path: Path, exchange: Path, judge: Judge) -> Outcome:
         exchange, Prices.load(), model="unbilled", poll_s=0.01, settle_s=0.0, deadline_s=30.0, progress=answering
     )
     with Session.begin(path, backend, limit_usd=1.0, name="run") as session:
-        return optimize(task, CardMethod(serving=Serving.NOTHING), session, judge, max_steps=STEPS)
+        return optimize(task, CardMethod("generated-only"), session, judge, max_steps=STEPS)
 
 
 def test_waiting_is_no_end(real: Task, tmp_path: Path) -> None:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from pytest_klineage import operator
 from pytest_klineage.errors import UnknownName
 from pytest_klineage.lab.optimizers.instructions import cpu_features, instructions_for, machine_text
 from pytest_klineage.operators import OPERATORS, make_case, paper_case
 from pytest_klineage.records import LibraryPolicy, Machine, Surface
 from pytest_klineage.surfaces.cpp import check_flags
 from pytest_klineage.surfaces.native import HEADER
+
+
+@operator("x[M,N] -> y[M]", dtypes=("fp32",))
+def longest(x, *, power: int = 2):
+    return x.abs().pow(power).sum(1)
+
 
 TIERS = {"cpu": Surface.CPP, "gpu": Surface.CUDA}
 
@@ -26,11 +33,18 @@ def test_every_argument_is_described(name: str, tier: str) -> None:
     for scalar in signature.scalars:
         assert f"{scalar} = " in text
     assert HEADER.read_text() in text
-    assert all(regime in text for regime in OPERATORS[name].regimes)
+    assert all(input_distribution in text for input_distribution in OPERATORS[name].input_distributions)
     assert ("no tolerance" in text) is OPERATORS[name].exact
 
 
-def test_the_entry_the_flags_and_the_machine_are_those_of_the_target() -> None:
+def test_a_users_definition_is_quoted() -> None:
+    text = instructions_for(make_case(longest, (8, 16), "fp32", "torch", power=3), Surface.CPP, "cpu")
+    assert "x[M,N] -> y[M], by this definition" in text
+    assert "return x.abs().pow(power).sum(1)" in text
+    assert "Options: power = 3." in text
+
+
+def test_entry_flags_and_machine_are_the_targets() -> None:
     case = make_case("gemm", (64, 64, 64), "fp32", "torch", also_shapes=((1, 7, 33),))
     machine = Machine(platform="cpu", device="Some CPU", cores=8, cache_bytes=32 << 20)
     text = instructions_for(

@@ -10,14 +10,15 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UnknownName
+from pytest_klineage.lab.induction.one_card import OneCard
+from pytest_klineage.lab.library.rendering import prompt_text
 from pytest_klineage.lab.library.retrieval import CardIndex, Dimension
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers import Task, optimize
-from pytest_klineage.lab.optimizers.klineage import CARD_METHODS, CardMethod, Serving, card_method
-from pytest_klineage.lab.optimizers.one_card import OneCard
+from pytest_klineage.lab.optimizers.klineage import CARD_METHODS, CardMethod, Serving, lineage_order
 from pytest_klineage.lab.optimizers.prompts import FOLDER, prompt
-from pytest_klineage.lab.optimizers.serving import card_text, lineage_order
+from pytest_klineage.lab.optimizers.session import optimize
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import Category, Noted, SkillCard
 
 Begin = Callable[..., Session]
@@ -42,13 +43,13 @@ class TestWhatIsShown:
     ) -> None:
         cards = (card("pack-b", prior=(Category.SIMD, Category.TILE_STAGE)), card("use-simd"))
         backend = scripted([says("accepted.faster 2")])
-        run(CardMethod(CardIndex(cards), goal="Reach 0.9x.", max_steps=7), task, begin(backend), judge, 1)
+        run(CardMethod("klineage", CardIndex(cards), goal="Reach 0.9x.", max_steps=7), task, begin(backend), judge, 1)
         prefix, turns = backend.asked[0].prefix, backend.asked[0].turns
         contract, block = prefix.context
         assert contract == "contract"
         for one in cards:
             assert one.carrier.text in block
-            assert card_text(one).rstrip("\n") in block
+            assert prompt_text(one).rstrip("\n") in block
         assert all(block.count(f"## {field}\n") == 2 for field in FIELDS)
         assert "1. use-simd (simd)\n2. pack-b (simd)" in block
         assert "How to use the cards:" in prefix.system
@@ -61,7 +62,7 @@ class TestWhatIsShown:
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, card: Card
     ) -> None:
         backend = scripted([says("wrong_value.mismatch"), says("accepted.faster 2")])
-        method = card_method("generated-only", CardIndex([card("pack-b")]))
+        method = CardMethod("generated-only", CardIndex([card("pack-b")]))
         run(method, task, begin(backend), judge, 2)
         asked = backend.asked[-1]
         everything = "\n".join((asked.prefix.system, *asked.prefix.context, *(turn.text for turn in asked.turns)))
@@ -73,14 +74,14 @@ class TestWhatIsShown:
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, card: Card
     ) -> None:
         backend = scripted([says("accepted.faster 2")])
-        run(card_method("labels-only", CardIndex([card("pack-b")])), task, begin(backend), judge, 1)
+        run(CardMethod("labels-only", CardIndex([card("pack-b")])), task, begin(backend), judge, 1)
         block = backend.asked[0].prefix.context[1]
         assert "# Skill pack-b\n\nCategory: simd" in block
         for word in ("intent of", "anchor of", "carrier_of", "condition of", "effect of", "risk of"):
             assert word not in block
 
     def test_the_same_words_whatever_is_shown(self, card: Card) -> None:
-        systems = {serving: CardMethod(serving=serving)._system() for serving in Serving}
+        systems = {made.serving: made._system() for made in map(CardMethod, CARD_METHODS)}
         rest = systems[Serving.NOTHING].splitlines()
         for serving in (Serving.CARDS, Serving.LABELS):
             assert [line for line in rest if line not in systems[serving].splitlines()] == []
@@ -99,7 +100,7 @@ class TestWhatIsShown:
         own = card("own", origins=(card("x").origins[0].__class__(
             operator="gemm", shape={"M": 16, "N": 16, "K": 16}, dtype="fp32", surface=task.surface, platform="cpu"),)
         )  # fmt: skip
-        method = CardMethod(CardIndex([own, card("other")]))
+        method = CardMethod("klineage", CardIndex([own, card("other")]))
         run(method, task, begin(scripted([says("accepted.faster 2")])), judge, 1)
         run(method, task, begin(scripted([says("accepted.faster 3")]), resume=True), judge, 2)
         notes = [line.event.text for line in read_trajectory(path)[0]
@@ -115,7 +116,7 @@ class TestReplies:
             says("accepted.faster 2", "CARDS: pack-b, `use-simd`, made-up"),
             says("accepted.faster 3", "CARDS: none"),
         ]
-        method = CardMethod(CardIndex([card("pack-b"), card("use-simd")]))
+        method = CardMethod("klineage", CardIndex([card("pack-b"), card("use-simd")]))
         outcome = run(method, task, begin(scripted(replies)), judge, 2)
         assert [seen.proposal.note for seen in outcome.observations] == [
             "root", "cards: pack-b, use-simd", "local exploration",
@@ -170,18 +171,18 @@ class TestReplies:
 class TestNames:
     def test_every_method_is_named_as_it_is_asked_for(self, card: Card) -> None:
         index = CardIndex([card("pack-b")])
-        assert {name: card_method(name, index).name for name in CARD_METHODS} == {name: name for name in CARD_METHODS}
+        assert {name: CardMethod(name, index).name for name in CARD_METHODS} == {name: name for name in CARD_METHODS}
         with pytest.raises(UnknownName, match="Did you mean 'labels-only'"):
-            card_method("label-only", index)
+            CardMethod("label-only", index)
 
     def test_a_dimension_that_is_off_brings_no_card(self, task: Task, card: Card) -> None:
         # Verified on another operator and platform, in this language.
         far = card("far", origins=(msgspec.structs.replace(card("x").origins[0], platform="sm90", operator="topk"),))
         index = CardIndex([far])
-        brought = CardMethod(index).retrieved(task).matches[0].by
+        brought = CardMethod("klineage", index).retrieved(task)[0].by
         assert Dimension.LANGUAGE in brought
         for dimension in Dimension:
-            left = CardMethod(index, without=dimension).retrieved(task).matches
+            left = CardMethod(f"klineage-without-{dimension.value}", index).retrieved(task)
             assert bool(left) is bool(set(brought) - {dimension})
 
     def test_cards_with_fewer_steps_before_them_come_first(self, card: Card) -> None:
@@ -189,10 +190,10 @@ class TestNames:
         assert [one.name for one in lineage_order((late, early, card("c")))] == ["c", "b", "a"]
 
     def test_every_prompt_is_used_and_filled(self) -> None:
-        values = {"cards": "", "choice": "", "default": "x", "card": "x"}
+        values = {"cards": "", "choice": "", "default": "x"}
         names = {path.stem for path in FOLDER.glob("*.md")}
-        assert names >= {"system", "system_cards", "system_labels", "ask_first", "ask_next", "one_card_system"}
-        own = [name for name in names if name.startswith(("system", "ask", "one_card"))]
+        assert names >= {"system", "system_cards", "system_labels", "ask_first", "ask_next"}
+        own = [name for name in names if name.startswith(("system", "ask"))]
         assert all("$" not in prompt(name, **values) for name in own)
         with pytest.raises(UnknownName, match="system"):
             prompt("sistem")
@@ -209,7 +210,7 @@ class TestOneCard:
         assert (outcome.stopped, outcome.best_speedup, len(backend.asked)) == ("finished", 2.0, 3)
         assert outcome.best.label == "pack-b 3"
         first, repair = backend.asked[0], backend.asked[2].turns[-1].text
-        assert first.prefix.context == ("contract", card_text(card("pack-b")))
+        assert first.prefix.context == ("contract", prompt_text(card("pack-b")))
         assert "// slower.than_required 0.5" in first.turns[0].text
         assert "It is right, and 1.2x as fast as the kernel that you were given" in repair
         assert "1.4x at least is wanted" in repair

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.lab.optimizers.adaexplore import AdaExplore
+from pytest_klineage.lab.optimizers.adaexplore.method import AdaExplore
 from pytest_klineage.lab.optimizers.klineage import CardMethod
 from pytest_klineage.lab.optimizers.methods import (
     COMPARED,
@@ -29,16 +29,16 @@ def test_the_four_that_are_compared_are_known_and_need_no_file() -> None:
     assert [make_method(name).name for name in COMPARED] == list(COMPARED)
 
 
-def test_who_needs_cards() -> None:
+def test_which_methods_need_cards() -> None:
     needing = {name for name in METHOD_NAMES if needs_cards(name)}
     assert {"klineage", "labels-only", "klineage-without-case"} <= needing
     assert not needing & {"generated-only", "adaexplore", "adaexplore-online", "accelopt"}
 
 
 def test_settings_reach_their_method() -> None:
-    told = make_method("klineage", MethodSettings(k=3, goal="Be fast.", told_steps=7))
-    assert isinstance(told, CardMethod)
-    assert (told.k, told.goal, told.max_steps) == (3, "Be fast.", 7)
+    method = make_method("klineage", MethodSettings(k=3, goal="Be fast.", announced_steps=7))
+    assert isinstance(method, CardMethod)
+    assert (method.k, method.goal, method.max_steps) == (3, "Be fast.", 7)
     long = make_method("adaexplore", MethodSettings(max_steps=80))
     assert isinstance(long, AdaExplore)
     assert long.settings.total_steps == 80

@@ -13,8 +13,10 @@ from pytest_klineage.gate import Gate, GateSettings
 from pytest_klineage.lab.library.retrieval import CardIndex
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
-from pytest_klineage.lab.optimizers import Task, instructions_for, optimize
-from pytest_klineage.lab.optimizers.klineage import card_method
+from pytest_klineage.lab.optimizers.instructions import instructions_for
+from pytest_klineage.lab.optimizers.klineage import CardMethod
+from pytest_klineage.lab.optimizers.session import optimize
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
@@ -79,7 +81,7 @@ def test_a_run_and_its_replay(
         case=case, platform="cpu", surface=Surface.CPP, root=root,
         instructions=instructions_for(case, Surface.CPP, "cpu"),
     )  # fmt: skip
-    method = card_method("generated-only", CardIndex(()), max_steps=4)
+    method = CardMethod("generated-only", CardIndex(()), max_steps=4)
     backend = scripted([WRONG, BROKEN, "Sorry.", RIGHT])
     outcome = optimize(task, method, begin(backend), gate.judge, max_steps=4)
     seen = [step.verdict for step in outcome.observations]

@@ -1,4 +1,4 @@
-"""A recorded optimization replays to its kernels: judged anew or not, whatever ended it, and not after a change."""
+"""A recorded optimization replays to its kernels: judged again or not, whatever ended it, and not after a change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.lab.llm.conversation import PROMPT_SET
 from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.optimizers import session as session_module
 from pytest_klineage.lab.optimizers.methods import MethodSettings, make_method
 from pytest_klineage.lab.optimizers.replaying import best_made, best_recorded, read_recorded, replayed
 from pytest_klineage.lab.optimizers.session import optimize
@@ -90,7 +92,18 @@ def test_a_run_that_its_budget_ended_replays_to_where_it_was(tmp_path: Path, rec
     assert len(replayed(recorded, ROOT, tmp_path / "again.jsonl", judge).observations) == 3
 
 
-def test_the_root_is_nobodys_kernel(tmp_path: Path, record: Record) -> None:
+def test_words_may_change_with_the_prompt_set(tmp_path: Path, record: Record, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, script=SCRIPT, max_steps=5)
+    monkeypatch.setattr(session_module, "malformed_text", lambda why: "no kernel")
+    with pytest.raises(UsageError, match="no reply to this prompt"):
+        replayed(read_recorded(path), ROOT, tmp_path / "strict.jsonl")
+    old = f'"prompt_set":{PROMPT_SET - 1}'.encode()
+    path.write_bytes(path.read_bytes().replace(f'"prompt_set":{PROMPT_SET}'.encode(), old, 1))
+    assert replayed(read_recorded(path), ROOT, tmp_path / "again.jsonl").best_speedup == 1.5
+
+
+def test_the_root_belongs_to_no_method(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run.jsonl"
     record(path, script=["nothing", whole("wrong_value.mismatch")], max_steps=2)
     recorded = read_recorded(path)

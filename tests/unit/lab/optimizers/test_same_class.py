@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_klineage import paper_case
-from pytest_klineage.lab.optimizers import same_class
+from pytest_klineage.lab.optimizers.recording import same_class
 from pytest_klineage.records import Code, Interval, Reason, Timing, Verdict
 
 EDGE = {"error": 13.0, "bound": 12.0}

@@ -14,13 +14,14 @@ from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMis
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers import StepProgress, Task, optimize
-from pytest_klineage.lab.optimizers.klineage import CardMethod, Serving
+from pytest_klineage.lab.optimizers.klineage import CardMethod
+from pytest_klineage.lab.optimizers.session import optimize
+from pytest_klineage.lab.optimizers.task import StepProgress, Task
 from pytest_klineage.records import Event, Judged, Noted, Stopped, cost_curve
 
 Begin = Callable[..., Session]
 Says = Callable[..., str]
-PLAIN = CardMethod(serving=Serving.NOTHING)
+PLAIN = CardMethod("generated-only")
 
 
 def events(path: Path) -> list[Event]:
@@ -93,7 +94,7 @@ class TestTheLoop:
         assert costs == pytest.approx((0, 0.01, 0.02))
         assert bests == (0.5, 0.5, 2.0)
 
-    def test_progress_is_told_after_every_step(
+    def test_progress_is_reported_after_every_step(
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
     ) -> None:
         lines: list[StepProgress] = []
@@ -199,13 +200,13 @@ class TestDoingItAgain:
     ) -> None:
         optimize(task, PLAIN, begin(scripted([says("accepted.faster 2")])), judge, max_steps=1)
         lines = path.read_bytes().splitlines(keepends=True)
-        last = max(place for place, line in enumerate(lines) if b'"Judged"' in line)
+        last = max(position for position, line in enumerate(lines) if b'"Judged"' in line)
         path.write_bytes(b"".join(lines[:last]))
         outcome = optimize(task, PLAIN, begin(scripted([]), resume=True), judge, max_steps=1)
         assert (outcome.best_speedup, len(judge.judged)) == (2.0, 2)
         assert [event.speedup for event in of_kind(path, Judged)] == [0.5, 2.0]
 
-    def test_a_replay_tells_the_method_what_was_recorded_and_asks_the_gate_as_well(
+    def test_a_replay_uses_recorded_verdicts_and_asks_the_gate(
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path, tmp_path: Path
     ) -> None:
         optimize(task, PLAIN, begin(scripted([says(line) for line in self.REPLIES])), judge, max_steps=3)

@@ -17,25 +17,16 @@ from pytest_klineage.errors import DeviceOutOfMemory, HarnessError
 from pytest_klineage.records import Code
 from pytest_klineage.records.messages import (
     BlockReturned,
-    Done,
     EventsMade,
     Finished,
     FromWorker,
     MakeEvents,
+    OutputsReady,
     ReturnedTensor,
     RunBlock,
 )
-from pytest_klineage.worker.device.calls import (
-    MAX_KERNELS,
-    MAX_NAME,
-    DeviceLoop,
-    DeviceMapping,
-    by_name,
-    code_of,
-    covered_ns,
-    halves,
-    summary,
-)
+from pytest_klineage.worker.device.calls import DeviceLoop, DeviceMapping, code_of, halves
+from pytest_klineage.worker.device.trace import MAX_KERNELS, MAX_NAME, by_name, covered_ns, summary
 
 SPANS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 100)).map(lambda s: (s[0], s[0] + s[1])), max_size=20)
 
@@ -58,7 +49,7 @@ def test_what_is_ours_is_left_out_and_no_more() -> None:
     assert busy_ns == 315
 
 
-def test_flushes_are_told_apart_and_our_copies_count_as_time_but_not_as_kernels() -> None:
+def test_flushes_and_our_copies_are_not_counted_as_kernels() -> None:
     executed = [
         (0, 60, "Memset (Device)"), (100, 70, "Memset (Device)"), (200, 4, "at::direct_copy_kernel_cuda"),
         (300, 9, "at::direct_copy_kernel_cuda"), (400, 50, "own"),
@@ -186,18 +177,18 @@ def loop() -> Iterator[tuple[DeviceLoop, StandInClock, Channel]]:
     oracle.close()
 
 
-def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
+def test_events_are_made_before_and_read_after_a_block(
     loop: tuple[DeviceLoop, StandInClock, Channel],
 ) -> None:
     worker, clock, oracle = loop
     worker.run(MakeEvents(calls=3, nonce=7))
     assert oracle.receive(FromWorker, timeout_s=1) == EventsMade(nonce=7)
     assert clock.did == ["moments 3"]
-    told = worker.channel.send
+    genuine_send = worker.channel.send
 
     def send(message: Any, *rest: Any) -> None:
         clock.did.append(type(message).__name__)
-        told(message, *rest)
+        genuine_send(message, *rest)
 
     worker.channel.send = send  # type: ignore[method-assign]
     worker.run(RunBlock(arena=0, slots=(0, 1, 0), nonce=8))
@@ -205,14 +196,14 @@ def test_events_are_made_before_a_block_and_read_after_its_end_is_told(
     returned = oracle.receive(FromWorker, timeout_s=1)
     assert isinstance(returned, BlockReturned)
     assert (returned.elapsed_ns, returned.settled_ns, returned.span_ns) == ((5,) * 3, (5,) * 3, 5)
-    assert isinstance(oracle.receive(FromWorker, timeout_s=1), Done)
+    assert isinstance(oracle.receive(FromWorker, timeout_s=1), OutputsReady)
     finished = clock.did.index("Finished")
     assert clock.did.index("wait") < finished
     assert "read" not in clock.did[:finished]
     assert clock.did[finished + 1 :].count("read") == 8
 
 
-def test_what_a_call_returns_is_copied_within_the_call_and_after_it_only_for_a_reference(
+def test_results_are_copied_within_the_call_unless_a_reference(
     loop: tuple[DeviceLoop, StandInClock, Channel],
 ) -> None:
     worker, clock, oracle = loop
@@ -226,9 +217,9 @@ def test_what_a_call_returns_is_copied_within_the_call_and_after_it_only_for_a_r
         worker.run(RunBlock(arena=0, slots=(0, 1), nonce=9, flush_bytes=64))
         kinds = [oracle.receive(FromWorker, timeout_s=1) for _ in range(3)]
         done = kinds[2]
-        assert isinstance(done, Done)
+        assert isinstance(done, OutputsReady)
         assert done.tensors == placed * 2
         last_call = len(clock.did) - clock.did[::-1].index("call 64")
-        copies = [place for place, what in enumerate(clock.did) if what == "copy"]
+        copies = [position for position, what in enumerate(clock.did) if what == "copy"]
         assert len(copies) == 2
         assert (copies[0] < last_call) is at_once

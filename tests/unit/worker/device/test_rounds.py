@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from pytest_klineage.records import Code, Reason
-from pytest_klineage.records.messages import BlockReturned, Done, EventsMade, Finished, MakeEvents
+from pytest_klineage.records.messages import BlockReturned, EventsMade, Finished, MakeEvents, OutputsReady
 from pytest_klineage.worker.device import rounds
-from pytest_klineage.worker.device.rounds import LATE_BLOCKS, Block, DevicePlayer
+from pytest_klineage.worker.device.rounds import LATE_BLOCKS, CallBlock, DeviceWorkerHandle
 from pytest_klineage.worker.rounds import EARLY_SAMPLES, WorkerProblem
 
 LATE = Reason(code=Code.LATE_WORK, message="the device went on")
 
 
-class WrittenDown(DevicePlayer):
+class WrittenDown(DeviceWorkerHandle):
     """A player that writes down what it does instead of talking to a worker."""
 
     def __init__(self) -> None:
@@ -41,36 +41,36 @@ class WrittenDown(DevicePlayer):
         raise WorkerProblem(gone=True)
 
 
-def block_of(calls: int) -> Block:
-    return Block(views=[], calls=calls, arena=0, first_slot=0)
+def block_of(calls: int) -> CallBlock:
+    return CallBlock(views=[], calls=calls, arena=0, first_slot=0)
 
 
 def test_events_are_made_before_there_are_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that makes them slowly gains no time with the inputs of its block."""
-    player = WrittenDown()
-    monkeypatch.setattr(rounds.torch.cuda, "synchronize", lambda: player.did.append("inputs"))
+    handle = WrittenDown()
+    monkeypatch.setattr(rounds.torch.cuda, "synchronize", lambda: handle.did.append("inputs"))
     for _ in range(2):
         with pytest.raises(WorkerProblem):
-            player.run_block(block_of(20), 30.0, frozenset())
-    assert player.did == [MakeEvents.__name__, EventsMade.__name__, "freeze", "inputs", "freeze", "inputs"]
+            handle.run_block(block_of(20), 30.0, frozenset())
+    assert handle.did == [MakeEvents.__name__, EventsMade.__name__, "freeze", "inputs", "freeze", "inputs"]
 
 
 def test_longer_blocks_have_more_events_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = WrittenDown()
+    handle = WrittenDown()
     monkeypatch.setattr(rounds.torch.cuda, "synchronize", lambda: None)
     for calls in (20, 8, 3000):
         with pytest.raises(WorkerProblem):
-            player.run_block(block_of(calls), 30.0, frozenset())
-    assert player.did.count("MakeEvents") == 2
+            handle.run_block(block_of(calls), 30.0, frozenset())
+    assert handle.did.count("MakeEvents") == 2
 
 
 def test_an_exchange_has_one_deadline_however_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    player, now = WrittenDown(), [100.0]
+    handle, now = WrittenDown(), [100.0]
     monkeypatch.setattr(rounds.time, "monotonic", lambda: now[0])
-    for kind in (Finished, BlockReturned, Done):
-        player._receive_until(130.0, kind, 1)
+    for kind in (Finished, BlockReturned, OutputsReady):
+        handle._receive_until(130.0, kind, 1)
         now[0] += 20.0
-    assert player.waits == [30.0, 10.0, 0.001]
+    assert handle.waits == [30.0, 10.0, 0.001]
 
 
 class LateThread(WrittenDown):
@@ -81,25 +81,25 @@ class LateThread(WrittenDown):
         self.outputs = outputs
 
     def _exchange(self, *arguments: Any) -> Any:
-        return DevicePlayer._exchange(self, *arguments)
+        return DeviceWorkerHandle._exchange(self, *arguments)
 
     def _receive(self, kind: type, deadline_s: float, timeout_code: Code, nonce: int | None = None) -> Any:
         super()._receive(kind, deadline_s, timeout_code, nonce)
-        if kind is Done:
-            return Done(nonce=0)
+        if kind is OutputsReady:
+            return OutputsReady(nonce=0)
         for output in self.outputs.values():
             output["c"].fill_(1 if kind is BlockReturned else 0)
         return BlockReturned(nonce=0, elapsed_ns=(1, 1, 1, 1), settled_ns=(0, 0, 0, 0), span_ns=1)
 
 
-def test_outputs_of_all_slots_are_looked_at_while_the_worker_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_outputs_are_checked_while_the_worker_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = {slot: {"c": torch.full((5, 7), 9.0)} for slot in (2, 3, 4)}
-    player, arena = LateThread(outputs), SimpleNamespace(outputs=outputs.__getitem__)
-    monkeypatch.setattr(rounds.torch.cuda, "synchronize", lambda: player.did.append("wait"))
-    block = Block(views=cast(Any, [None] * 3), calls=4, first_slot=2)
-    _returned, _done, _wall_ns, early = player._exchange(arena, block, 1, 30.0)
-    assert player.did == [
-        "wait", "thaw", "RunBlock", "Finished", "freeze", "wait", "thaw", "BlockReturned", "Done",
+    handle, arena = LateThread(outputs), SimpleNamespace(outputs=outputs.__getitem__)
+    monkeypatch.setattr(rounds.torch.cuda, "synchronize", lambda: handle.did.append("wait"))
+    block = CallBlock(views=cast(Any, [None] * 3), calls=4, first_slot=2)
+    _returned, _done, _wall_ns, early = handle._exchange(arena, block, 1, 30.0)
+    assert handle.did == [
+        "wait", "thaw", "RunBlock", "Finished", "freeze", "wait", "thaw", "BlockReturned", "OutputsReady",
     ]  # fmt: skip
     assert early.keys() == {2, 3, 4}
     for slot, looked in early.items():
@@ -112,28 +112,28 @@ def test_outputs_of_all_slots_are_looked_at_while_the_worker_is_stopped(monkeypa
 @pytest.mark.parametrize(
     ("blocks", "allowed"), [(1, 1), (2, 1), (LATE_BLOCKS, 1), (2 * LATE_BLOCKS, 2), (2 * LATE_BLOCKS + 5, 2)]
 )
-def test_one_late_block_of_a_process_and_one_in_twenty_are_forgiven(
+def test_one_late_block_and_one_in_twenty_are_forgiven(
     blocks: int, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    player, answer = WrittenDown(), cast(Any, SimpleNamespace(settled_ns=(9,)))
-    player.is_new = False
-    monkeypatch.setattr(player, "_unsettled", lambda _answer: [])
+    handle, answer = WrittenDown(), cast(Any, SimpleNamespace(settled_ns=(9,)))
+    handle.is_new = False
+    monkeypatch.setattr(handle, "_unsettled", lambda _answer: [])
     for _ in range(blocks - allowed - 1):
-        assert not player._late_once_too_often(answer)
-    monkeypatch.setattr(player, "_unsettled", lambda _answer: [LATE])
-    verdicts = [player._late_once_too_often(answer) for _ in range(allowed + 1)]
+        assert not handle._late_once_too_often(answer)
+    monkeypatch.setattr(handle, "_unsettled", lambda _answer: [LATE])
+    verdicts = [handle._late_once_too_often(answer) for _ in range(allowed + 1)]
     assert verdicts[-1] == [LATE]
     assert verdicts[:1] == [[]]
 
 
 def test_a_new_process_and_a_graph_spend_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    player = WrittenDown()
-    monkeypatch.setattr(player, "_unsettled", lambda _answer: [LATE])
-    assert player._late_once_too_often(cast(Any, SimpleNamespace(settled_ns=(9,)))) == [LATE]
-    player.is_new = False
-    monkeypatch.setattr(player, "_unsettled", lambda _answer: [])
-    assert player._late_once_too_often(cast(Any, SimpleNamespace(settled_ns=()))) == []
-    assert player._blocks == 0
+    handle = WrittenDown()
+    monkeypatch.setattr(handle, "_unsettled", lambda _answer: [LATE])
+    assert handle._late_once_too_often(cast(Any, SimpleNamespace(settled_ns=(9,)))) == [LATE]
+    handle.is_new = False
+    monkeypatch.setattr(handle, "_unsettled", lambda _answer: [])
+    assert handle._late_once_too_often(cast(Any, SimpleNamespace(settled_ns=()))) == []
+    assert handle._blocks == 0
 
 
 FLUSH = rounds.Flush(bytes=1 << 28, ns=70_000)
@@ -152,31 +152,31 @@ def block_answer(between_ns: int, head_ns: int = HEAD_NS) -> BlockReturned:
 @pytest.mark.parametrize("between_ns", [70_000, 75_000, 200_000])
 def test_a_block_with_its_flushes_is_left_alone(between_ns: int) -> None:
     answer = block_answer(between_ns)
-    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=CALLS) is None
+    assert rounds.unflushed(block_of(CALLS), answer, OutputsReady(nonce=0), FLUSH, num_slots=CALLS) is None
 
 
 def test_a_block_without_room_for_its_flushes_is_a_cheat() -> None:
-    reason = rounds.unflushed(block_of(CALLS), block_answer(6_000), Done(nonce=0), FLUSH, num_slots=CALLS)
+    reason = rounds.unflushed(block_of(CALLS), block_answer(6_000), OutputsReady(nonce=0), FLUSH, num_slots=CALLS)
     assert reason is not None
     assert reason.code is Code.CLOCK
 
 
 def test_a_head_start_cannot_be_called_a_flush() -> None:
     answer = block_answer(70_000, head_ns=HEAD_NS // 2)
-    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=CALLS) is not None
-    assert rounds.unflushed(block_of(CALLS), answer, Done(nonce=0), FLUSH, num_slots=3) is None, "no head start"
+    assert rounds.unflushed(block_of(CALLS), answer, OutputsReady(nonce=0), FLUSH, num_slots=CALLS) is not None
+    assert rounds.unflushed(block_of(CALLS), answer, OutputsReady(nonce=0), FLUSH, num_slots=3) is None, "no head start"
 
 
 def test_a_trace_must_show_the_flushes() -> None:
-    block = Block(views=[], calls=CALLS, arena=0, first_slot=0, profile=True)
+    block = CallBlock(views=[], calls=CALLS, arena=0, first_slot=0, profile=True)
     answer = block_answer(70_000)
-    seen, missing = Done(nonce=0, flush_ns=CALLS * 70_000), Done(nonce=0, flush_ns=CALLS * 2_000)
+    seen, missing = OutputsReady(nonce=0, flush_ns=CALLS * 70_000), OutputsReady(nonce=0, flush_ns=CALLS * 2_000)
     assert rounds.unflushed(block, answer, seen, FLUSH, num_slots=CALLS) is None
     assert rounds.unflushed(block, answer, missing, FLUSH, num_slots=CALLS) is not None
 
 
 def test_nothing_is_asked_of_graphs_and_of_no_flush() -> None:
-    graph = Block(views=[], calls=CALLS, arena=0, first_slot=0, graph=True)
-    assert rounds.unflushed(graph, block_answer(0), Done(nonce=0), FLUSH, num_slots=CALLS) is None
+    graph = CallBlock(views=[], calls=CALLS, arena=0, first_slot=0, graph=True)
+    assert rounds.unflushed(graph, block_answer(0), OutputsReady(nonce=0), FLUSH, num_slots=CALLS) is None
     nothing = rounds.Flush()
-    assert rounds.unflushed(block_of(CALLS), block_answer(0), Done(nonce=0), nothing, num_slots=CALLS) is None
+    assert rounds.unflushed(block_of(CALLS), block_answer(0), OutputsReady(nonce=0), nothing, num_slots=CALLS) is None

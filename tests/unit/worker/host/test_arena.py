@@ -112,7 +112,7 @@ def test_writing_every_element_touches_no_guard_band(arena: SharedArena) -> None
         assert arena.broken_guards(slot) == []
 
 
-PLACES: dict[str, Callable[[Placement], int]] = {
+POSITIONS: dict[str, Callable[[Placement], int]] = {
     "just before": lambda item: item.offset - 1,
     "just behind": lambda item: item.offset + item.num_bytes,
     "far before": lambda item: item.offset - GUARD_BYTES,
@@ -121,10 +121,10 @@ PLACES: dict[str, Callable[[Placement], int]] = {
 
 
 @pytest.mark.parametrize("slot", range(SLOTS))
-@pytest.mark.parametrize("place", PLACES)
-def test_one_byte_beside_a_tensor_is_seen_and_named(place: str, slot: int, arena: SharedArena) -> None:
+@pytest.mark.parametrize("where", POSITIONS)
+def test_one_byte_beside_a_tensor_is_seen_and_named(where: str, slot: int, arena: SharedArena) -> None:
     for item in (*arena.arena.slots[slot].inputs, *arena.arena.slots[slot].outputs):
-        position = PLACES[place](item)
+        position = POSITIONS[where](item)
         arena.buffer[position] ^= 1
         assert arena.broken_guards(slot) == [item.spec.name]
         arena.buffer[position] ^= 1
@@ -144,7 +144,7 @@ def test_the_pattern_of_the_guard_bands_cannot_be_foreseen(arena: SharedArena) -
     other.close()
 
 
-def test_nobody_can_change_the_size_of_the_memory(arena: SharedArena) -> None:
+def test_the_memory_cannot_be_resized(arena: SharedArena) -> None:
     for size in (0, arena.arena.num_bytes - 1, arena.arena.num_bytes + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, size)
@@ -165,7 +165,7 @@ def test_slots_share_no_memory(arena: SharedArena) -> None:
     assert all(bool((tensor == 1).all()) for tensor in (*arena.inputs(0).values(), *arena.outputs(0).values()))
 
 
-def test_inputs_and_outputs_are_told_apart(arena: SharedArena) -> None:
+def test_inputs_and_outputs_are_distinguished(arena: SharedArena) -> None:
     assert list(arena.inputs(0)) == ["a", "b"]
     assert list(arena.outputs(1)) == ["c", "indices"]
 

@@ -107,7 +107,7 @@ Result = tuple[list[str], dict[str, tuple[str, str]]]
 
 
 @pytest.mark.parametrize("attempt", BENIGN)
-def test_what_an_honest_kernel_does_still_works(attempt: str, outcome: Result) -> None:
+def test_what_a_correct_kernel_does_still_works(attempt: str, outcome: Result) -> None:
     assert outcome[1][attempt][0] == "done", outcome[1][attempt]
 
 
@@ -177,7 +177,7 @@ def test_on_a_gpu_address_space_may_be_reserved_but_not_filled(tmp_path: Path) -
     assert [answers[name][1] for name in ("reserved", "some", "all")] == ["True", "True", "False"]
 
 
-def test_after_freezing_no_file_becomes_code_and_what_is_loaded_still_runs(tmp_path: Path) -> None:
+def test_after_freezing_no_new_file_becomes_code(tmp_path: Path) -> None:
     script = (
         "import ctypes, mmap, threading\n"
         "libm = ctypes.CDLL('libm.so.6')\n"
@@ -236,7 +236,7 @@ def test_a_process_that_was_given_fewer_cores_cannot_take_more(tmp_path: Path) -
     assert answers["compute"][0] == "done"
 
 
-def test_private_namespaces_hide_the_machines_processes_and_network(tmp_path: Path) -> None:
+def test_private_namespaces_hide_processes_and_network(tmp_path: Path) -> None:
     script = (
         "import json, os\n"
         "from pytest_klineage.worker.sandbox import containment\n"

@@ -158,7 +158,7 @@ def test_clone_is_free_where_processes_are_allowed(machine: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kill", "tkill", "tgkill"])
-def test_a_process_may_signal_itself_and_nobody_else(name: str, machine: str) -> None:
+def test_a_process_may_signal_only_itself(name: str, machine: str) -> None:
     assert answer(machine, name, OWN_PID, 6) == RET_ALLOW
     for other in (0, 1, -1, -OWN_PID, OWN_PID + 1, OWN_PID - 1, 2**31 - 1):
         assert answer(machine, name, other, 9) == REFUSED
@@ -181,7 +181,7 @@ def test_the_x32_numbers_do_not_go_round_the_list() -> None:
         assert run(program, number, architecture=AUDIT_ARCH["x86_64"]) == REFUSED
 
 
-def test_the_constants_and_numbers_are_those_of_the_systems_headers(tmp_path: Path) -> None:
+def test_constants_match_the_system_headers(tmp_path: Path) -> None:
     machine = platform.machine()
     if machine not in SYSCALLS:
         pytest.skip(f"no list for {machine}")
@@ -237,7 +237,7 @@ def test_the_constants_and_numbers_are_those_of_the_systems_headers(tmp_path: Pa
         ("timer_create", (1,), False), ("mq_notify", (3,), False),
     ],
 )  # fmt: skip
-def test_nobody_can_ask_for_a_signal_that_comes_later(
+def test_delayed_signals_cannot_be_requested(
     name: str, arguments: tuple[int, ...], allowed: bool, machine: str, allow_processes: bool
 ) -> None:
     expected = RET_ALLOW if allowed else REFUSED

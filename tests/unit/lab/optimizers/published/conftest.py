@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.lab.llm import Conversation, Reply, Session
-from pytest_klineage.lab.optimizers import Method, Outcome, Task, optimize
+from pytest_klineage.lab.llm.backend import Reply
+from pytest_klineage.lab.llm.conversation import Conversation
+from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.optimizers.session import Method, OptimizationResult, optimize
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import (
     Code,
     Interval,
@@ -113,8 +116,8 @@ def task() -> Task:
 
 
 @dataclass
-class Bench:
-    """Runs a method on the task, anew or as a resumption, and keeps the last trajectory's path."""
+class MethodRunner:
+    """Runs a method on the task, again or as a resumption, and keeps the last trajectory's path."""
 
     folder: Path
     task: Task
@@ -126,7 +129,7 @@ class Bench:
     def run(
         self, method: Method, backend: object, *, name: str = "run", limit_usd: float = 10.0, steps: int = 1000,
         resume: bool = False, task: Task | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> OptimizationResult:  # fmt: skip
         path = self.path(name)
         if resume:
             session = Session.resume(path, backend, limit_usd=limit_usd)  # type: ignore[arg-type]
@@ -137,5 +140,5 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, task: Task, judge: Judge) -> Bench:
-    return Bench(tmp_path, task, judge)
+def runner(tmp_path: Path, task: Task, judge: Judge) -> MethodRunner:
+    return MethodRunner(tmp_path, task, judge)

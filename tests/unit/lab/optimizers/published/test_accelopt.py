@@ -11,15 +11,17 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm import Conversation, read_trajectory
+from pytest_klineage.lab.llm.conversation import Conversation
 from pytest_klineage.lab.llm.replay import ReplayBackend
-from pytest_klineage.lab.optimizers import Outcome
-from pytest_klineage.lab.optimizers.accelopt import AccelOpt, AccelOptSettings
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers.accelopt.method import AccelOpt
+from pytest_klineage.lab.optimizers.accelopt.policy import AccelOptSettings
+from pytest_klineage.lab.optimizers.session import OptimizationResult
 from pytest_klineage.records import Code, Event, Noted, Surface
 
 ROLES = {
     "You are an expert in making": "planner", "You are an expert in writing fast": "executor",
-    "You are an expert in kernels": "fixer", "You help people": "summarizer",
+    "You help people": "summarizer",
 }  # fmt: skip
 
 
@@ -56,7 +58,7 @@ def events(path: Path) -> list[Event]:
     return [line.event for line in read_trajectory(path)[0]]
 
 
-def told(outcome: Outcome) -> list[tuple[str | None, float | None, int, str]]:
+def observed(outcome: OptimizationResult) -> list[tuple[str | None, float | None, int, str]]:
     return [
         (
             seen.proposal.source.digest if seen.proposal.source else None, seen.speedup, seen.proposal.call,
@@ -71,35 +73,35 @@ def run_of(iterations: int, **settings: Any) -> AccelOpt:
 
 
 class TestCounts:
-    def test_the_first_iteration_has_eight_kernels_and_twelve_calls(self, bench: Any, author: Any) -> None:
+    def test_the_first_iteration_has_eight_kernels_and_twelve_calls(self, runner: Any, author: Any) -> None:
         backend = author(write)
-        outcome = bench.run(run_of(1), backend)
+        outcome = runner.run(run_of(1), backend)
         assert Counter(map(role_of, backend.asked)) == {"planner": 4, "executor": 8}
         assert len(outcome.observations) == 1 + 8
         assert (outcome.stopped, outcome.spent_usd) == ("finished", pytest.approx(0.12))
 
-    def test_later_ones_have_sixteen(self, bench: Any, author: Any) -> None:
+    def test_later_ones_have_sixteen(self, runner: Any, author: Any) -> None:
         backend = author(write)
-        outcome = bench.run(run_of(2), backend)
+        outcome = runner.run(run_of(2), backend)
         asked = Counter(map(role_of, backend.asked))
         assert (asked["planner"], asked["executor"]) == (4 + 8, 8 + 16)
         assert 1 <= asked["summarizer"] <= 8
         assert len(outcome.observations) == 1 + 8 + 16
 
-    def test_calls_of_one_plan_are_the_same_call(self, bench: Any, author: Any) -> None:
+    def test_calls_of_one_plan_are_the_same_call(self, runner: Any, author: Any) -> None:
         backend = author(write)
-        bench.run(run_of(1), backend)
+        runner.run(run_of(1), backend)
         digests = Counter(asked.digest for asked in backend.asked)
         assert sorted(digests.values()) == [2, 2, 2, 2, 4]
 
 
 class TestPrompts:
-    def test_who_sees_what(self, bench: Any, author: Any) -> None:
+    def test_visibility_of_prompts(self, runner: Any, author: Any) -> None:
         backend = author(write)
-        bench.run(run_of(3), backend)
+        runner.run(run_of(3), backend)
         planners = [asked for asked in backend.asked if role_of(asked) == "planner"]
         first, later = planners[:4], planners[4:]
-        assert {asked.prefix.context for asked in first} == {(bench.task.instructions,)}
+        assert {asked.prefix.context for asked in first} == {(runner.task.instructions,)}
         assert all("# Experiences" in asked.prefix.context[1] for asked in later)
         assert all("**Lesson" in asked.prefix.context[1] for asked in later)
         assert "latency: 2 ms" in first[0].turns[0].text
@@ -114,110 +116,91 @@ class TestPrompts:
                 assert asked.prefix.context == ()
                 assert "The slow kernel" in asked.turns[0].text
 
-    def test_facts_about_triton_are_for_triton(self, bench: Any, author: Any) -> None:
-        root = msgspec.structs.replace(bench.task.root, surface=Surface.TRITON)
-        task = msgspec.structs.replace(bench.task, surface=Surface.TRITON, root=root)
+    def test_facts_about_triton_are_for_triton(self, runner: Any, author: Any) -> None:
+        root = msgspec.structs.replace(runner.task.root, surface=Surface.TRITON)
+        task = msgspec.structs.replace(runner.task, surface=Surface.TRITON, root=root)
         backend = author(write)
-        bench.run(run_of(1), backend, task=task)
+        runner.run(run_of(1), backend, task=task)
         assert all("Facts about Triton" in asked.prefix.system for asked in backend.asked)
         assert not any("FLAGS" in asked.turns[0].text for asked in backend.asked)
 
-    def test_a_kernel_inherits_flags_or_brings_its_own(self, bench: Any, author: Any) -> None:
+    def test_a_kernel_inherits_flags_or_brings_its_own(self, runner: Any, author: Any) -> None:
         def with_flags(asked: Conversation, call: int) -> str:
             return "FLAGS: -O1\n" + write(asked, call) if call % 2 else write(asked, call)
 
-        root = msgspec.structs.replace(bench.task.root, flags=("-O2",))
-        outcome = bench.run(run_of(1), author(with_flags), task=msgspec.structs.replace(bench.task, root=root))
+        root = msgspec.structs.replace(runner.task.root, flags=("-O2",))
+        outcome = runner.run(run_of(1), author(with_flags), task=msgspec.structs.replace(runner.task, root=root))
         flags = {seen.proposal.call % 2: seen.proposal.source.flags for seen in outcome.observations[1:]}
         assert flags == {1: ("-O1",), 0: ("-O2",)}
 
 
 class TestRoot:
-    def test_it_needs_one(self, bench: Any, author: Any) -> None:
+    def test_it_needs_one(self, runner: Any, author: Any) -> None:
         with pytest.raises(UsageError, match="no root"):
-            bench.run(run_of(1), author(write), task=msgspec.structs.replace(bench.task, root=None))
+            runner.run(run_of(1), author(write), task=msgspec.structs.replace(runner.task, root=None))
 
-    def test_it_must_be_right(self, bench: Any, author: Any, make_kernel: Any) -> None:
-        task = msgspec.structs.replace(bench.task, root=make_kernel(f"// {Code.MISMATCH.value}"))
+    def test_it_must_be_right(self, runner: Any, author: Any, make_kernel: Any) -> None:
+        task = msgspec.structs.replace(runner.task, root=make_kernel(f"// {Code.MISMATCH.value}"))
         with pytest.raises(UsageError, match=r"wrong_value\.mismatch"):
-            bench.run(run_of(1), author(write), task=task)
+            runner.run(run_of(1), author(write), task=task)
 
 
 class TestFailures:
-    def test_replies_without_code_are_failed_steps_and_the_beam_stays(self, bench: Any, author: Any) -> None:
+    def test_replies_without_code_leave_the_beam_unchanged(self, runner: Any, author: Any) -> None:
         backend = author(lambda asked, call: "I will not.")
-        outcome = bench.run(run_of(2, plans=1, samples=1), backend)
+        outcome = runner.run(run_of(2, plans=1, samples=1), backend)
         assert [seen.proposal.source for seen in outcome.observations[1:]] == [None, None]
         planners = [asked for asked in backend.asked if role_of(asked) == "planner"]
         assert [("// speed 0.5" in asked.turns[0].text) for asked in planners] == [True, True]
 
-    def test_a_parent_that_is_there_twice_has_plans_of_its_own(self, bench: Any, author: Any) -> None:
+    def test_a_parent_that_is_there_twice_has_plans_of_its_own(self, runner: Any, author: Any) -> None:
         backend = author(
             lambda asked, call: block(f"// oops {call}") if role_of(asked) == "executor" else f"plan {call}"
         )
-        bench.run(run_of(2, plans=2, samples=1), backend)
+        runner.run(run_of(2, plans=2, samples=1), backend)
         carried_out = [asked.turns[0].text for asked in backend.asked if role_of(asked) == "executor"]
         assert len(carried_out) == len(set(carried_out)) == 2 + 4
         assert all("// speed 0.5" in text for text in carried_out)
 
-    def test_a_beam_may_become_slower(self, bench: Any, author: Any) -> None:
+    def test_a_beam_may_become_slower(self, runner: Any, author: Any) -> None:
         def slower(asked: Conversation, call: int) -> str:
             return block(f"// speed 0.{call}") if role_of(asked) == "executor" else "slow down"
 
         backend = author(slower)
-        outcome = bench.run(run_of(2, plans=1, samples=1), backend)
+        outcome = runner.run(run_of(2, plans=1, samples=1), backend)
         second = [asked for asked in backend.asked if role_of(asked) == "planner"][1]
         assert "// speed 0.2" in second.turns[0].text
         assert outcome.best_speedup == 0.5
 
-    @pytest.mark.parametrize(("rounds", "kernels"), [(0, 1), (1, 2), (3, 3)])
-    def test_a_fixer_repairs_until_it_is_right(self, bench: Any, author: Any, rounds: int, kernels: int) -> None:
-        def repaired(asked: Conversation, call: int) -> str:
-            if role_of(asked) == "fixer" and "oops again" in asked.turns[0].text:
-                return block("// speed 0.9")
-            return block("// oops again" if role_of(asked) == "fixer" else "// oops")
-
-        backend = author(repaired)
-        outcome = bench.run(run_of(1, plans=1, samples=1, fixer_rounds=rounds), backend)
-        assert len(outcome.observations) == 1 + kernels
-        assert (outcome.best_speedup == 0.9) is (rounds == 3)
-        fixers = [asked for asked in backend.asked if role_of(asked) == "fixer"]
-        assert all("build_error.compile" in asked.turns[0].text for asked in fixers)
-
-    def test_a_repair_without_code_ends_the_sample(self, bench: Any, author: Any) -> None:
-        backend = author(lambda asked, call: "sorry" if role_of(asked) == "fixer" else block("// oops"))
-        outcome = bench.run(run_of(1, plans=1, samples=1, fixer_rounds=4), backend)
-        assert len(outcome.observations) == 3
-
 
 class TestRuns:
-    def test_beams_and_experiences_are_in_the_trajectory(self, bench: Any, author: Any) -> None:
-        bench.run(run_of(3), author(at_random))
-        topics = Counter(event.topic for event in events(bench.path("run")) if isinstance(event, Noted))
+    def test_beams_and_experiences_are_in_the_trajectory(self, runner: Any, author: Any) -> None:
+        runner.run(run_of(3), author(at_random))
+        topics = Counter(event.topic for event in events(runner.path("run")) if isinstance(event, Noted))
         assert (topics["accelopt beam"], topics["accelopt experiences"]) == (3, 2)
 
     @pytest.mark.parametrize("limit_usd", [0.03, 0.1, 0.3])
-    def test_a_budget_ends_it_and_a_larger_one_goes_on(self, bench: Any, author: Any, limit_usd: float) -> None:
-        whole = bench.run(run_of(3), author(at_random), name="whole")
-        cut = bench.run(run_of(3), author(at_random), limit_usd=limit_usd)
+    def test_a_budget_ends_it_and_a_larger_one_goes_on(self, runner: Any, author: Any, limit_usd: float) -> None:
+        whole = runner.run(run_of(3), author(at_random), name="whole")
+        cut = runner.run(run_of(3), author(at_random), limit_usd=limit_usd)
         assert cut.stopped == "budget_exhausted"
         assert cut.spent_usd <= limit_usd
-        outcome = bench.run(run_of(3), author(at_random), resume=True)
-        assert told(outcome) == told(whole)
+        outcome = runner.run(run_of(3), author(at_random), resume=True)
+        assert observed(outcome) == observed(whole)
         notes, expected = (
-            Counter(event.text for event in events(bench.path(name)) if isinstance(event, Noted)
+            Counter(event.text for event in events(runner.path(name)) if isinstance(event, Noted)
                     and event.topic.startswith("accelopt"))
             for name in ("run", "whole")
         )  # fmt: skip
         assert notes == expected
 
-    def test_a_replay_is_the_same_run(self, bench: Any, author: Any) -> None:
-        first = bench.run(run_of(3), author(at_random))
-        bench.judge.judged.clear()
-        again = bench.run(run_of(3), ReplayBackend(bench.path("run")), name="replay")
-        assert told(again) == told(first)
-        assert bench.judge.judged == []
+    def test_a_replay_is_the_same_run(self, runner: Any, author: Any) -> None:
+        first = runner.run(run_of(3), author(at_random))
+        runner.judge.judged.clear()
+        again = runner.run(run_of(3), ReplayBackend(runner.path("run")), name="replay")
+        assert observed(again) == observed(first)
+        assert runner.judge.judged == []
 
-    def test_steps_end_it_too(self, bench: Any, author: Any) -> None:
-        outcome = bench.run(run_of(2), author(write), steps=5)
+    def test_steps_end_it_too(self, runner: Any, author: Any) -> None:
+        outcome = runner.run(run_of(2), author(write), steps=5)
         assert (outcome.stopped, len(outcome.observations)) == ("step_limit", 6)

@@ -9,9 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.optimizers.accelopt.beam import Candidate, Sample, selected
-from pytest_klineage.lab.optimizers.accelopt.experience import Experience, Pair, kept, rendered, telling_pairs
-from pytest_klineage.lab.optimizers.accelopt.settings import AccelOptSettings
+from pytest_klineage.lab.optimizers.accelopt.policy import (
+    AccelOptSettings,
+    Candidate,
+    Experience,
+    ExperiencePair,
+    PlanSample,
+    kept,
+    rendered,
+    selected,
+    telling_pairs,
+)
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 SETTINGS = AccelOptSettings()
@@ -25,12 +33,12 @@ def candidate(name: str = "parent", latency: float = 2.0) -> Candidate:
     return Candidate(kernel(name), latency)
 
 
-def sample(plan: int, latency: float | None, name: str = "", row: int = 0) -> Sample:
-    return Sample(row=row, plan=plan, kernel=kernel(name or f"{row}.{plan}.{latency}"), latency=latency)
+def sample(plan: int, latency: float | None, name: str = "", row: int = 0) -> PlanSample:
+    return PlanSample(row=row, plan=plan, kernel=kernel(name or f"{row}.{plan}.{latency}"), latency=latency)
 
 
-def lost(plan: int) -> Sample:
-    return Sample(row=0, plan=plan, kernel=None)
+def lost(plan: int) -> PlanSample:
+    return PlanSample(row=0, plan=plan, kernel=None)
 
 
 def names(beam: tuple[Candidate, ...]) -> list[str]:
@@ -64,12 +72,12 @@ class TestBeam:
         assert names(selected(samples, beam, 3)) == ["b", "a", "y"]
 
 
-def by_speedups(speedups: dict[int, list[float]], row: int = 0) -> list[Sample]:
+def by_speedups(speedups: dict[int, list[float]], row: int = 0) -> list[PlanSample]:
     """Samples whose speedups over a parent of latency 2 are given."""
     return [
-        sample(plan, 2.0 / speedup, f"{row}.{plan}.{place}", row)
+        sample(plan, 2.0 / speedup, f"{row}.{plan}.{position}", row)
         for plan, several in speedups.items()
-        for place, speedup in enumerate(several)
+        for position, speedup in enumerate(several)
     ]
 
 
@@ -82,7 +90,7 @@ class TestPairs:
         assert (success.slow.files[0].text, success.fast.files[0].text) == ("parent", "0.0.0")
         assert (failure.slow.files[0].text, failure.fast.files[0].text) == ("0.1.0", "parent")
 
-    def test_a_sample_as_fast_as_its_parent_hides_the_others_of_its_plan(self) -> None:
+    def test_a_sample_as_fast_as_its_parent_represents_its_plan(self) -> None:
         assert telling_pairs(by_speedups({0: [1.0, 0.5]}), [candidate()], SETTINGS) == ()
 
     def test_half_are_successes_and_failures_fill_the_rest(self) -> None:
@@ -104,7 +112,7 @@ class TestPairs:
 
 
 def experience(number: int, summary: str = "text") -> Experience:
-    pair = Pair(id=f"plan_0_{number}", speedup=1.2, slow=kernel("a"), fast=kernel("b"))
+    pair = ExperiencePair(id=f"plan_0_{number}", speedup=1.2, slow=kernel("a"), fast=kernel("b"))
     return Experience.of(pair, f"**Title {number}** {summary}")
 
 
@@ -151,7 +159,7 @@ ROWS = st.lists(
 @given(rows=ROWS, width=st.integers(1, 6))
 def test_whatever_was_measured_the_rules_hold(rows: list[tuple[int, int, float | None, bool]], width: int) -> None:
     samples = [
-        Sample(
+        PlanSample(
             row=row, plan=plan, kernel=kernel(str(number)) if has_code else None, latency=latency if has_code else None
         )
         for number, (row, plan, latency, has_code) in enumerate(rows)
@@ -171,9 +179,7 @@ def test_whatever_was_measured_the_rules_hold(rows: list[tuple[int, int, float |
     assert len({pair.id for pair in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"iterations": 0}, {"beam": 0}, {"fixer_rounds": -1}, {"capacity": -1}, {"success_over": 0.9}]
-)
+@pytest.mark.parametrize("wrong", [{"iterations": 0}, {"beam": 0}, {"capacity": -1}, {"success_over": 0.9}])
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         AccelOptSettings(**wrong)  # type: ignore[arg-type]
@@ -182,4 +188,4 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, float]) -> None:
 def test_the_released_recipe_is_the_default() -> None:
     assert (SETTINGS.iterations, SETTINGS.beam, SETTINGS.plans, SETTINGS.samples) == (16, 2, 4, 2)
     assert (SETTINGS.new_experiences, SETTINGS.capacity, SETTINGS.success_over) == (8, 16, 1.04)
-    assert (SETTINGS.failure_over, SETTINGS.fixer_rounds, SETTINGS.max_output_tokens) == (1.15, 0, 20000)
+    assert (SETTINGS.failure_over, SETTINGS.max_output_tokens) == (1.15, 20000)

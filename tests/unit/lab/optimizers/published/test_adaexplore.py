@@ -13,12 +13,13 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm import Conversation, read_trajectory
+from pytest_klineage.lab.llm.conversation import Conversation
 from pytest_klineage.lab.llm.replay import ReplayBackend
-from pytest_klineage.lab.optimizers import Observation, Outcome, Proposal, Task
-from pytest_klineage.lab.optimizers.adaexplore import AdaExplore, AdaExploreSettings, MemoryMode
-from pytest_klineage.lab.optimizers.adaexplore.method import grade_of
-from pytest_klineage.lab.optimizers.adaexplore.tree import Grade
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers.adaexplore.method import AdaExplore, grade_of
+from pytest_klineage.lab.optimizers.adaexplore.tree import AdaExploreSettings, Grade, MemoryMode
+from pytest_klineage.lab.optimizers.session import OptimizationResult
+from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
 from pytest_klineage.records import Asked, Code, Event, Judged, KernelSource, Noted, Stopped, Surface
 
 Write = Callable[[Conversation, int], str]
@@ -71,7 +72,7 @@ def events(path: Path) -> list[Event]:
     return [line.event for line in read_trajectory(path)[0]]
 
 
-def told(outcome: Outcome) -> list[tuple[str | None, float | None, int]]:
+def observed(outcome: OptimizationResult) -> list[tuple[str | None, float | None, int]]:
     return [
         (seen.proposal.source.digest if seen.proposal.source else None, seen.speedup, seen.proposal.call)
         for seen in outcome.observations
@@ -79,10 +80,10 @@ def told(outcome: Outcome) -> list[tuple[str | None, float | None, int]]:
 
 
 class TestSteps:
-    def test_a_large_step_asks_once_and_a_small_one_twice(self, bench: Any, author: Any) -> None:
+    def test_a_large_step_asks_once_and_a_small_one_twice(self, runner: Any, author: Any) -> None:
         tune = lambda asked, call: "FLAGS: -O3 -mavx2\n" + replacing("speed 0.8", "speed 0.9")  # noqa: E731
         backend = author(writing(lambda asked, call: block("// speed 0.8"), tune))
-        outcome = bench.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=2)), backend)
+        outcome = runner.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=2)), backend)
         assert [role_of(asked) for asked in backend.asked] == ["proposer", "reviser", "tuner"]
         root, large, small = outcome.observations
         assert (root.step, root.speedup, large.speedup, small.speedup) == (0, 0.5, 0.8, 0.9)
@@ -92,18 +93,18 @@ class TestSteps:
         assert small.proposal.source.flags == ("-O3", "-mavx2")
         assert (outcome.stopped, outcome.best_speedup) == ("finished", 0.9)
 
-    def test_what_models_are_shown(self, bench: Any, author: Any) -> None:
+    def test_what_models_are_shown(self, runner: Any, author: Any) -> None:
         backend = author(writing(lambda asked, call: block("// speed 0.8"), lambda asked, call: "no edit"))
-        bench.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=2)), backend)
+        runner.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=2)), backend)
         proposer, reviser, tuner = backend.asked
         for asked in backend.asked:
             assert len(asked.turns) == 1
-            assert asked.prefix.context[0] == bench.task.instructions
+            assert asked.prefix.context[0] == runner.task.instructions
             assert "// speed 0.5" in asked.prefix.context[1]
             assert "C++" in asked.prefix.system
             assert "Triton" not in asked.prefix.system
-        places = {role_of(asked): asked.prefix.system.count("FLAGS") for asked in backend.asked}
-        assert places == {"proposer": 1, "reviser": 0, "tuner": 1}
+        positions = {role_of(asked): asked.prefix.system.count("FLAGS") for asked in backend.asked}
+        assert positions == {"proposer": 1, "reviser": 0, "tuner": 1}
         assert "before the code block" in proposer.prefix.system
         assert "before the first edit" in tuner.prefix.system
         assert "Kernels by others" not in proposer.turns[0].text
@@ -113,42 +114,36 @@ class TestSteps:
             assert "slower.than_required" in asked.turns[0].text
         assert "Use wider loads." in tuner.turns[0].text
 
-    def test_a_later_large_step_sees_the_pool(self, bench: Any, author: Any) -> None:
+    def test_a_later_large_step_sees_the_pool(self, runner: Any, author: Any) -> None:
         backend = author(writing(lambda asked, call: block(f"// speed 0.{call}")))
-        bench.run(AdaExplore(AdaExploreSettings(p_large=1.0, exploration=0.0, total_steps=3)), backend)
+        runner.run(AdaExplore(AdaExploreSettings(p_large=1.0, exploration=0.0, total_steps=3)), backend)
         texts = [asked.turns[0].text for asked in backend.asked]
         assert ["# Kernel 1" in text for text in texts] == [False, True, True]
         assert "# Kernel 2" in texts[2]
 
-    def test_there_is_no_review_where_all_is_wrong(self, bench: Any, author: Any) -> None:
-        for force, reviewer, roles in (
-            (False, True, ["proposer", "tuner"]),
-            (True, True, ["proposer", "reviser", "tuner"]),
-            (True, False, ["proposer", "tuner"]),
-        ):
-            backend = author(writing(lambda asked, call: block("// wrong"), lambda asked, call: "no edit"))
-            settings = AdaExploreSettings(p_large=0.0, total_steps=2, force_reviewer=force, reviewer=reviewer)
-            bench.run(AdaExplore(settings), backend, name=f"{force}-{reviewer}")
-            assert [role_of(asked) for asked in backend.asked] == roles
+    def test_there_is_no_review_where_all_is_wrong(self, runner: Any, author: Any) -> None:
+        backend = author(writing(lambda asked, call: block("// wrong"), lambda asked, call: "no edit"))
+        runner.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=2)), backend)
+        assert [role_of(asked) for asked in backend.asked] == ["proposer", "tuner"]
 
-    def test_from_nothing_and_in_another_language(self, bench: Any, author: Any) -> None:
-        task = msgspec.structs.replace(bench.task, root=None, surface=Surface.TRITON)
+    def test_from_nothing_and_in_another_language(self, runner: Any, author: Any) -> None:
+        task = msgspec.structs.replace(runner.task, root=None, surface=Surface.TRITON)
         backend = author(writing(lambda asked, call: block("# speed 2")))
-        outcome = bench.run(AdaExplore(AdaExploreSettings(total_steps=1)), backend, task=task)
+        outcome = runner.run(AdaExplore(AdaExploreSettings(total_steps=1)), backend, task=task)
         source = outcome.best
         assert (source.surface, source.entry, source.files[0].text) == (Surface.TRITON, "run", "# speed 2\n")
         assert "Triton" in backend.asked[0].prefix.system
         assert "FLAGS" not in backend.asked[0].prefix.system
 
-    def test_malformed_replies_are_failed_steps(self, bench: Any, author: Any) -> None:
+    def test_malformed_replies_are_failed_steps(self, runner: Any, author: Any) -> None:
         backend = author(writing(lambda asked, call: "```cpp\nint x;" if call == 1 else block("// speed 0.7"),
                                  lambda asked, call: "I would rather not."))  # fmt: skip
-        outcome = bench.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=4)), backend)
+        outcome = runner.run(AdaExplore(AdaExploreSettings(p_large=0.0, total_steps=4)), backend)
         steps = outcome.observations[1:]
         assert steps[0].proposal.source is None
         assert any(seen.speedup == 0.7 for seen in steps)
         assert all(seen.proposal.malformed for seen in steps if seen.proposal.source is None)
-        nodes = [event.text for event in events(bench.path("run")) if isinstance(event, Noted)
+        nodes = [event.text for event in events(runner.path("run")) if isinstance(event, Noted)
                  and event.topic == "adaexplore node"]  # fmt: skip
         assert len(nodes) == 4
         assert "reward 0;" in nodes[0]
@@ -189,49 +184,49 @@ class TestMemory:
         texts = [asked.turns[0].text for asked in backend.asked if role_of(asked) in ("proposer", "tuner", "reviser")]
         return [text.count("You cannot") for text in texts]
 
-    def test_reset_shows_no_rule_and_learns_nothing(self, bench: Any, author: Any) -> None:
+    def test_reset_shows_no_rule_and_learns_nothing(self, runner: Any, author: Any) -> None:
         backend = self.failing(author)
         method = AdaExplore(AdaExploreSettings(p_large=1.0, total_steps=4))
-        bench.run(method, backend)
+        runner.run(method, backend)
         assert method.name == "adaexplore"
         assert self.shown(backend) == [0] * 4
         assert {role_of(asked) for asked in backend.asked} == {"proposer"}
 
-    def test_reset_can_pay_for_learning_at_the_end(self, bench: Any, author: Any) -> None:
+    def test_reset_can_pay_for_learning_at_the_end(self, runner: Any, author: Any) -> None:
         backend = self.failing(author)
-        bench.run(AdaExplore(AdaExploreSettings(p_large=1.0, total_steps=3, update_memory=True)), backend)
+        runner.run(AdaExplore(AdaExploreSettings(p_large=1.0, total_steps=3, update_memory=True)), backend)
         assert [role_of(asked) for asked in backend.asked] == ["proposer"] * 3 + ["extractor"] + [
             "extractor", "judge", "extractor", "judge"]  # fmt: skip
         assert self.shown(backend) == [0] * 3
 
-    def test_online_learns_after_every_failing_step(self, bench: Any, author: Any) -> None:
+    def test_online_learns_after_every_failing_step(self, runner: Any, author: Any) -> None:
         backend = self.failing(author)
         method = AdaExplore(AdaExploreSettings(p_large=1.0, total_steps=4, memory=MemoryMode.ONLINE))
-        bench.run(method, backend)
+        runner.run(method, backend)
         assert method.name == "adaexplore-online"
         assert self.shown(backend) == [0, 1, 2, 3]
 
-    def test_online_counts_what_it_meets_again(self, bench: Any, author: Any) -> None:
+    def test_online_counts_what_it_meets_again(self, runner: Any, author: Any) -> None:
         same = '{"is_duplicate": true, "matched_index": 1, "confidence": 0.9}'
         backend = self.failing(author, same)
         settings = AdaExploreSettings(p_large=1.0, total_steps=5, memory=MemoryMode.ONLINE, rule_threshold=3)
-        bench.run(AdaExplore(settings), backend)
+        runner.run(AdaExplore(settings), backend)
         assert self.shown(backend) == [0, 0, 0, 1, 1]
 
-    def test_wrong_values_and_malformed_replies_teach_nothing(self, bench: Any, author: Any) -> None:
+    def test_wrong_values_and_malformed_replies_teach_nothing(self, runner: Any, author: Any) -> None:
         backend = author(writing(lambda asked, call: block("// wrong_value.mismatch") if call == 1 else "nothing",
                                  lambda asked, call: "nothing"))  # fmt: skip
-        bench.run(AdaExplore(AdaExploreSettings(total_steps=3, memory=MemoryMode.ONLINE)), backend)
+        runner.run(AdaExplore(AdaExploreSettings(total_steps=3, memory=MemoryMode.ONLINE)), backend)
         assert "extractor" not in {role_of(asked) for asked in backend.asked}
 
-    def test_an_extraction_without_guidance_is_noted(self, bench: Any, author: Any) -> None:
+    def test_an_extraction_without_guidance_is_noted(self, runner: Any, author: Any) -> None:
         backend = author(writing(lambda asked, call: block("// oops"), extract="no guidance"))
-        bench.run(AdaExplore(AdaExploreSettings(total_steps=1, memory=MemoryMode.ONLINE)), backend)
-        notes = [event for event in events(bench.path("run")) if isinstance(event, Noted)]
+        runner.run(AdaExplore(AdaExploreSettings(total_steps=1, memory=MemoryMode.ONLINE)), backend)
+        notes = [event for event in events(runner.path("run")) if isinstance(event, Noted)]
         assert Noted(topic="adaexplore rules", text="step 1: nothing learnt") in notes
 
     def test_shared_shows_frequent_rules_and_adds_to_the_file_once(
-        self, bench: Any, author: Any, tmp_path: Path
+        self, runner: Any, author: Any, tmp_path: Path
     ) -> None:
         path = tmp_path / "rules.txt"
         path.write_text("You cannot a||3\nYou cannot b||2\n")
@@ -240,31 +235,31 @@ class TestMemory:
             p_large=1.0, total_steps=2, memory=MemoryMode.SHARED, rules_path=path, update_memory=True
         )
         assert AdaExplore(settings).name == "adaexplore-shared"
-        bench.run(AdaExplore(settings), backend)
+        runner.run(AdaExplore(settings), backend)
         assert self.shown(backend) == [1, 1]
         after = "You cannot a||3\nYou cannot b||2\nYou cannot do it.||1\nYou cannot do it.||1\n"
         assert path.read_text() == after
-        bench.run(AdaExplore(settings), author(lambda asked, call: pytest.fail("asked again")), resume=True)
+        runner.run(AdaExplore(settings), author(lambda asked, call: pytest.fail("asked again")), resume=True)
         assert path.read_text() == after
 
     def test_a_replay_shows_the_recorded_rules_and_writes_no_file(
-        self, bench: Any, author: Any, tmp_path: Path
+        self, runner: Any, author: Any, tmp_path: Path
     ) -> None:
         path = tmp_path / "rules.txt"
         path.write_text("You cannot a||3\n")
         settings = AdaExploreSettings(total_steps=2, memory=MemoryMode.SHARED, rules_path=path, update_memory=True)
-        first = bench.run(AdaExplore(settings), self.failing(author))
+        first = runner.run(AdaExplore(settings), self.failing(author))
         path.write_text("You cannot z||9\n")
-        again = bench.run(AdaExplore(settings), ReplayBackend(bench.path("run")), name="replay")
-        assert told(again) == told(first)
+        again = runner.run(AdaExplore(settings), ReplayBackend(runner.path("run")), name="replay")
+        assert observed(again) == observed(first)
         assert path.read_text() == "You cannot z||9\n"
 
-    def test_a_rule_file_that_is_none_is_misuse(self, bench: Any, author: Any, tmp_path: Path) -> None:
+    def test_an_invalid_rule_file_is_misuse(self, runner: Any, author: Any, tmp_path: Path) -> None:
         path = tmp_path / "rules.txt"
         path.write_text("gibberish\n")
         settings = AdaExploreSettings(memory=MemoryMode.SHARED, rules_path=path)
         with pytest.raises(UsageError, match=r"rules\.txt, line 1"):
-            bench.run(AdaExplore(settings), self.failing(author))
+            runner.run(AdaExplore(settings), self.failing(author))
 
 
 MODES = [{}, {"memory": MemoryMode.ONLINE}, {"update_memory": True}]
@@ -278,9 +273,9 @@ class TestRuns:
     def author(self, author: Any) -> Any:
         return author(writing(at_random, at_random, judge="duplicate of 1: true"))
 
-    def test_every_step_is_in_the_trajectory(self, bench: Any, author: Any, settings: dict[str, Any]) -> None:
-        outcome = bench.run(self.method(settings), self.author(author))
-        found = events(bench.path("run"))
+    def test_every_step_is_in_the_trajectory(self, runner: Any, author: Any, settings: dict[str, Any]) -> None:
+        outcome = runner.run(self.method(settings), self.author(author))
+        found = events(runner.path("run"))
         nodes = [event for event in found if isinstance(event, Noted) and event.topic == "adaexplore node"]
         assert len(nodes) == 24 == len(outcome.observations) - 1
         judged = [event for event in found if isinstance(event, Judged)]
@@ -295,33 +290,33 @@ class TestRuns:
 
     @pytest.mark.parametrize("limit_usd", [0.02, 0.1, 0.23])
     def test_a_budget_ends_it_and_a_larger_one_goes_on(
-        self, bench: Any, author: Any, settings: dict[str, Any], limit_usd: float
+        self, runner: Any, author: Any, settings: dict[str, Any], limit_usd: float
     ) -> None:
-        whole = bench.run(self.method(settings), self.author(author), name="whole")
-        cut = bench.run(self.method(settings), self.author(author), limit_usd=limit_usd)
+        whole = runner.run(self.method(settings), self.author(author), name="whole")
+        cut = runner.run(self.method(settings), self.author(author), limit_usd=limit_usd)
         assert cut.stopped == "budget_exhausted"
         assert cut.spent_usd <= limit_usd
         rest = self.author(author)
-        outcome = bench.run(self.method(settings), rest, resume=True)
-        assert told(outcome) == told(whole)
+        outcome = runner.run(self.method(settings), rest, resume=True)
+        assert observed(outcome) == observed(whole)
         assert outcome.spent_usd == pytest.approx(whole.spent_usd)
-        notes = Counter(event.text for event in events(bench.path("run")) if isinstance(event, Noted)
+        notes = Counter(event.text for event in events(runner.path("run")) if isinstance(event, Noted)
                         and event.topic.startswith("adaexplore"))  # fmt: skip
-        expected = Counter(event.text for event in events(bench.path("whole")) if isinstance(event, Noted)
+        expected = Counter(event.text for event in events(runner.path("whole")) if isinstance(event, Noted)
                            and event.topic.startswith("adaexplore"))  # fmt: skip
         assert notes == expected
 
-    def test_a_replay_is_the_same_run(self, bench: Any, author: Any, settings: dict[str, Any]) -> None:
-        first = bench.run(self.method(settings), self.author(author))
-        bench.judge.judged.clear()
-        again = bench.run(self.method(settings), ReplayBackend(bench.path("run")), name="replay")
-        assert told(again) == told(first)
-        assert bench.judge.judged == []
+    def test_a_replay_is_the_same_run(self, runner: Any, author: Any, settings: dict[str, Any]) -> None:
+        first = runner.run(self.method(settings), self.author(author))
+        runner.judge.judged.clear()
+        again = runner.run(self.method(settings), ReplayBackend(runner.path("run")), name="replay")
+        assert observed(again) == observed(first)
+        assert runner.judge.judged == []
 
-    def test_the_seed_decides(self, bench: Any, author: Any, settings: dict[str, Any]) -> None:
+    def test_the_seed_decides(self, runner: Any, author: Any, settings: dict[str, Any]) -> None:
         runs = [
-            told(bench.run(self.method(settings), self.author(author), name=name, task=task))
-            for name, task in (("a", bench.task), ("b", bench.task), ("c", reseeded(bench.task)))
+            observed(runner.run(self.method(settings), self.author(author), name=name, task=task))
+            for name, task in (("a", runner.task), ("b", runner.task), ("c", reseeded(runner.task)))
         ]
         assert runs[0] == runs[1] != runs[2]
 

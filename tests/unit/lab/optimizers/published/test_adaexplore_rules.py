@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import StoreError, UsageError
-from pytest_klineage.lab.llm import MalformedReply
+from pytest_klineage.lab.llm.faults import MalformedReply
 from pytest_klineage.lab.optimizers.adaexplore import rules
-from pytest_klineage.lab.optimizers.adaexplore.edits import edited
-from pytest_klineage.lab.optimizers.adaexplore.rules import Comparison, Rule
+from pytest_klineage.lab.optimizers.adaexplore.method import edited
+from pytest_klineage.lab.optimizers.adaexplore.rules import MemoryRule, RuleComparison
 from pytest_klineage.records import Code
 
-OLD = (Rule("You cannot a", 2.0), Rule("You cannot b", 1.0))
+OLD = (MemoryRule("You cannot a", 2.0), MemoryRule("You cannot b", 1.0))
 
 
 class TestWhatTeaches:
@@ -26,7 +26,7 @@ class TestWhatTeaches:
     @pytest.mark.parametrize(
         "code", [Code.MISMATCH, Code.NON_FINITE, Code.ACCEPTED_FASTER, Code.SLOWER_THAN_REQUIRED, Code.SKIPPED_MEMORY]
     )
-    def test_wrong_values_right_kernels_and_what_was_not_judged_do_not(self, code: Code) -> None:
+    def test_only_unsupported_constructs_make_rules(self, code: Code) -> None:
         assert not rules.teaches(code)
 
     @pytest.mark.parametrize(
@@ -52,29 +52,34 @@ class TestMerging:
     @pytest.mark.parametrize(
         ("reply", "comparison"),
         [
-            ('{"is_duplicate": true, "matched_index": 2, "confidence": 0.9}', Comparison(True, 2, 0.9)),
-            ('Sure: ```json\n{"is_duplicate": false, "matched_index": null}\n```', Comparison(False, None, 0.0)),
-            ("true, a duplicate of item 2", Comparison(True, 2, 0.7)),
-            ("it is new", Comparison()),
-            ("{not json}", Comparison()),
-            ('{"is_duplicate": true, "matched_index": "x"}', Comparison()),
-            ('{"is_duplicate": true, "matched_index": [1], "confidence": 1}', Comparison()),
-            ('{"is_duplicate": true, "matched_index": 1e999, "confidence": 1}', Comparison()),
+            ('{"is_duplicate": true, "matched_index": 2, "confidence": 0.9}', RuleComparison(True, 2, 0.9)),
+            ('Sure: ```json\n{"is_duplicate": false, "matched_index": null}\n```', RuleComparison(False, None, 0.0)),
+            ("true, a duplicate of item 2", RuleComparison(True, 2, 0.7)),
+            ("it is new", RuleComparison()),
+            ("{not json}", RuleComparison()),
+            ('{"is_duplicate": true, "matched_index": "x"}', RuleComparison()),
+            ('{"is_duplicate": true, "matched_index": [1], "confidence": 1}', RuleComparison()),
+            ('{"is_duplicate": true, "matched_index": 1e999, "confidence": 1}', RuleComparison()),
         ],
     )
-    def test_a_judgement_is_read_leniently(self, reply: str, comparison: Comparison) -> None:
+    def test_a_judgement_is_read_leniently(self, reply: str, comparison: RuleComparison) -> None:
         assert rules.read_comparison(reply) == comparison
 
     def test_a_duplicate_counts_the_old_rule_once_more(self) -> None:
-        assert rules.merged(OLD, "new words", Comparison(True, 2, 0.9)) == (OLD[0], Rule("You cannot b", 2.0))
+        assert rules.merged(OLD, "new words", RuleComparison(True, 2, 0.9)) == (OLD[0], MemoryRule("You cannot b", 2.0))
 
     @pytest.mark.parametrize(
         "comparison",
-        [Comparison(False, 1, 1.0), Comparison(True, 1, 0.5), Comparison(True, None, 1.0), Comparison(True, 3, 1.0),
-         Comparison(True, 0, 1.0)],
-    )  # fmt: skip
-    def test_anything_else_appends(self, comparison: Comparison) -> None:
-        assert rules.merged(OLD, "You cannot c", comparison) == (*OLD, Rule("You cannot c", 1.0))
+        [
+            RuleComparison(False, 1, 1.0),
+            RuleComparison(True, 1, 0.5),
+            RuleComparison(True, None, 1.0),
+            RuleComparison(True, 3, 1.0),
+            RuleComparison(True, 0, 1.0),
+        ],
+    )
+    def test_anything_else_appends(self, comparison: RuleComparison) -> None:
+        assert rules.merged(OLD, "You cannot c", comparison) == (*OLD, MemoryRule("You cannot c", 1.0))
 
     def test_rules_are_shown_from_a_threshold_on(self) -> None:
         assert rules.over_threshold(OLD, 2) == OLD[:1]
@@ -91,8 +96,8 @@ class TestFile:
 
     def test_rules_of_the_release_are_read(self) -> None:
         assert rules.parsed("You cannot x.||72.0\n\nYou cannot a||b||3\n") == (
-            Rule("You cannot x.", 72.0),
-            Rule("You cannot a||b", 3.0),
+            MemoryRule("You cannot x.", 72.0),
+            MemoryRule("You cannot a||b", 3.0),
         )
 
     @pytest.mark.parametrize("line", ["no count", "x||", "||3", "x||many", "x||nan"])
@@ -110,7 +115,7 @@ class TestFile:
     @settings(deadline=None)
     @given(st.lists(st.tuples(st.text(min_size=1).map(rules.extracted_rule), st.integers(1, 10**5))))
     def test_every_rule_survives(self, found: list[tuple[str | None, int]]) -> None:
-        made = tuple(Rule(text, float(count)) for text, count in found if text is not None)
+        made = tuple(MemoryRule(text, float(count)) for text, count in found if text is not None)
         assert rules.parsed(rules.written(made)) == made
 
 

@@ -10,8 +10,16 @@ from hypothesis import settings as effort
 from hypothesis import strategies as st
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.optimizers.adaexplore.settings import AdaExploreSettings, MemoryMode
-from pytest_klineage.lab.optimizers.adaexplore.tree import Action, Grade, Node, Origin, SearchTree, best_of_components
+from pytest_klineage.lab.optimizers.adaexplore.tree import (
+    Action,
+    AdaExploreSettings,
+    Grade,
+    MemoryMode,
+    Node,
+    NodeOrigin,
+    SearchTree,
+    best_of_components,
+)
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 WRONG, UNBUILT = Grade(True, False), Grade()
@@ -29,7 +37,7 @@ def tree(seed: int = 0, **settings: object) -> SearchTree:
     return SearchTree(AdaExploreSettings(**settings), random.Random(seed))  # type: ignore[arg-type]
 
 
-def grow(search: SearchTree, at: Node, origin: Origin, grade: Grade) -> Node:
+def grow(search: SearchTree, at: Node, origin: NodeOrigin, grade: Grade) -> Node:
     return search.record(Action(at, origin, ()), kernel(len(search.nodes)), grade)
 
 
@@ -56,7 +64,7 @@ class TestSelection:
     def vector(self) -> tuple[SearchTree, list[Node]]:
         """The tree of a run of the release, by its visits and rewards."""
         search = tree()
-        children = [grow(search, search.root, Origin.LARGE, UNBUILT) for _ in range(3)]
+        children = [grow(search, search.root, NodeOrigin.LARGE, UNBUILT) for _ in range(3)]
         for child, visits, total in zip(children, (4, 6, 2), (1.4973, 2.8870, 0.5727), strict=True):
             child.visits, child.total_reward = visits, total
         search.root.visits = 12
@@ -81,74 +89,74 @@ class TestSelection:
 
     def test_without_weight_no_inner_node_is_widened(self) -> None:
         search = tree(expand_ratio=0.0)
-        child = grow(search, search.root, Origin.LARGE, right(1))
+        child = grow(search, search.root, NodeOrigin.LARGE, right(1))
         child.visits = 400
         assert search.select() is child
 
     def test_ties_go_to_the_first(self) -> None:
         search = tree(exploration=0.0)
-        first = grow(search, search.root, Origin.LARGE, right(1))
-        grow(search, search.root, Origin.LARGE, right(1))
+        first = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        grow(search, search.root, NodeOrigin.LARGE, right(1))
         assert search.select() is first
 
-    def test_alpha_blends_best_and_mean(self) -> None:
-        search = tree(alpha=0.25)
-        node = grow(search, search.root, Origin.LARGE, right(0.1))
-        grow(search, node, Origin.SMALL, right(10))
-        assert search.value(node) == pytest.approx(0.25 * 1.6 + 0.75 * 1.0)
+    def test_the_value_is_the_mean_below(self) -> None:
+        search = tree()
+        node = grow(search, search.root, NodeOrigin.LARGE, right(0.1))
+        grow(search, node, NodeOrigin.SMALL, right(10))
+        assert search.value(node) == pytest.approx((0.4 + 1.6) / 2)
 
 
 class TestActions:
     def test_the_first_step_is_large_and_sees_nothing(self) -> None:
         search = tree(p_large=0.0)
-        assert search.next_action() == Action(search.root, Origin.LARGE, ())
+        assert search.next_action() == Action(search.root, NodeOrigin.LARGE, ())
 
     def test_small_steps_are_used_up(self) -> None:
         search = tree(p_large=0.0)
-        node = grow(search, search.root, Origin.LARGE, right(1))
+        node = grow(search, search.root, NodeOrigin.LARGE, right(1))
         chosen = [search.choose(node)]
         for _ in range(2):
-            grow(search, node, Origin.SMALL, right(0.5))
+            grow(search, node, NodeOrigin.SMALL, right(0.5))
             chosen.append(search.choose(node))
-        assert chosen == [Origin.SMALL, Origin.SMALL, Origin.LARGE]
+        assert chosen == [NodeOrigin.SMALL, NodeOrigin.SMALL, NodeOrigin.LARGE]
 
     def test_large_steps_have_their_probability(self) -> None:
         search = tree(p_large=0.2)
-        node = grow(search, search.root, Origin.LARGE, right(1))
-        large = sum(search.choose(node) is Origin.LARGE for _ in range(4000))
+        node = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        large = sum(search.choose(node) is NodeOrigin.LARGE for _ in range(4000))
         assert 700 < large < 900
 
     def test_a_reply_without_a_kernel_is_followed_by_a_large_step(self) -> None:
         search = tree(p_large=0.0)
         search.record(search.next_action(), None, UNBUILT)
-        assert search.next_action().origin is Origin.LARGE
+        assert search.next_action().origin is NodeOrigin.LARGE
 
     def test_a_chain_begins_at_the_large_step_and_is_bounded(self) -> None:
         search = tree(memory_rounds=3)
-        above = grow(search, search.root, Origin.LARGE, right(1))
-        head = grow(search, above, Origin.LARGE, right(1))
-        first = grow(search, head, Origin.SMALL, right(1))
+        above = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        head = grow(search, above, NodeOrigin.LARGE, right(1))
+        first = grow(search, head, NodeOrigin.SMALL, right(1))
         assert search.chain(first) == (head, first)
-        second = grow(search, first, Origin.SMALL, WRONG)
-        third = grow(search, second, Origin.SMALL, WRONG)
+        second = grow(search, first, NodeOrigin.SMALL, WRONG)
+        third = grow(search, second, NodeOrigin.SMALL, WRONG)
         assert search.chain(third) == (first, second, third)
 
     def test_kernels_that_never_were_drop_out_of_a_chain(self) -> None:
         search = tree()
-        head = grow(search, search.root, Origin.LARGE, right(1))
-        lost = search.record(Action(head, Origin.SMALL, (head,)), None, UNBUILT)
+        head = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        lost = search.record(Action(head, NodeOrigin.SMALL, (head,)), None, UNBUILT)
         assert search.chain(lost) == (head,)
 
 
 class TestPool:
-    def test_it_holds_the_best_right_kernel_of_each_component_of_the_path(self) -> None:
+    def test_it_holds_the_best_kernel_of_each_path_component(self) -> None:
         search = tree()
-        first = grow(search, search.root, Origin.LARGE, right(1))
-        better = grow(search, first, Origin.SMALL, right(2))
-        grow(search, first, Origin.SMALL, WRONG)
-        second = grow(search, better, Origin.LARGE, WRONG)
-        deep = grow(search, second, Origin.SMALL, right(5))
-        beside = grow(search, search.root, Origin.LARGE, right(9))
+        first = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        better = grow(search, first, NodeOrigin.SMALL, right(2))
+        grow(search, first, NodeOrigin.SMALL, WRONG)
+        second = grow(search, better, NodeOrigin.LARGE, WRONG)
+        deep = grow(search, second, NodeOrigin.SMALL, right(5))
+        beside = grow(search, search.root, NodeOrigin.LARGE, right(9))
         assert search.pool(deep) == (better, deep)
         assert search.pool(second) == (better, deep)
         assert search.pool(beside) == (beside,)
@@ -156,32 +164,25 @@ class TestPool:
 
     def test_the_earliest_of_equals(self) -> None:
         search = tree()
-        head = grow(search, search.root, Origin.LARGE, right(1))
-        grow(search, head, Origin.SMALL, right(1))
+        head = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        grow(search, head, NodeOrigin.SMALL, right(1))
         assert best_of_components([head]) == [head]
 
     def test_more_than_fit_are_sampled(self) -> None:
         search = tree(pool_size=2)
         node, heads = search.root, []
         for _ in range(6):
-            node = grow(search, node, Origin.LARGE, right(1))
+            node = grow(search, node, NodeOrigin.LARGE, right(1))
             heads.append(node)
         pools = {tuple(node.number for node in search.pool(heads[-1])) for _ in range(60)}
         assert all(len(set(pool)) == 2 for pool in pools)
         assert {number for pool in pools for number in pool} == {node.number for node in heads}
 
-    def test_other_branches_are_shown_where_that_is_allowed(self) -> None:
-        for extra, geometric_p, most in ((0, 0.5, 1), (3, 0.01, 4)):
-            search = tree(pool_extra=extra, geometric_p=geometric_p)
-            own = grow(search, search.root, Origin.LARGE, right(1))
-            others = [grow(search, search.root, Origin.LARGE, right(speed)) for speed in (1, 2, 3, 4)]
-            wrong = grow(search, search.root, Origin.LARGE, WRONG)
-            pools = [search.pool(own) for _ in range(200)]
-            assert max(map(len, pools)) == most
-            assert all(pool[0] is own and len({node.number for node in pool}) == len(pool) for pool in pools)
-            seen = {node.number for pool in pools for node in pool}
-            assert wrong.number not in seen
-            assert seen == {own.number, *(node.number for node in others if extra)}
+    def test_other_branches_are_not_shown(self) -> None:
+        search = tree()
+        own = grow(search, search.root, NodeOrigin.LARGE, right(1))
+        grow(search, search.root, NodeOrigin.LARGE, right(2))
+        assert search.pool(own) == (own,)
 
 
 STEPS = st.lists(
@@ -190,12 +191,10 @@ STEPS = st.lists(
 
 
 @effort(deadline=None)
-@given(steps=STEPS, seed=st.integers(0, 2**32), settings=st.sampled_from([{}, {"alpha": 1.0, "pool_extra": 3}]))
-def test_whatever_happens_the_tree_keeps_its_books(
-    steps: list[Grade | None], seed: int, settings: dict[str, object]
-) -> None:
+@given(steps=STEPS, seed=st.integers(0, 2**32))
+def test_whatever_happens_the_tree_keeps_its_books(steps: list[Grade | None], seed: int) -> None:
     def grown() -> tuple[SearchTree, list[Action]]:
-        search, actions = tree(seed, **settings), []
+        search, actions = tree(seed), []
         for number, grade in enumerate(steps):
             actions.append(search.next_action())
             source = None if grade is None else kernel(number)
@@ -207,13 +206,12 @@ def test_whatever_happens_the_tree_keeps_its_books(
     assert search.root.total_reward == pytest.approx(sum((grade or UNBUILT).reward for grade in steps))
     for node in search.nodes[1:]:
         assert node.visits == 1 + sum(child.visits for child in node.children)
-        assert node.max_reward == max(node.grade.reward, *(child.max_reward for child in node.children), 0.0)
-        small = [child for child in node.children if child.origin is Origin.SMALL]
+        small = [child for child in node.children if child.origin is NodeOrigin.SMALL]
         assert len(small) <= search.settings.small_step_limit
     for action in actions:
         assert len(action.shown) <= 5
         assert all(node.kernel is not None for node in action.shown)
-        if action.origin is Origin.LARGE:
+        if action.origin is NodeOrigin.LARGE:
             assert all(node.grade.correct for node in action.shown)
         elif action.at.kernel is not None:
             assert action.shown[-1] is action.at
@@ -227,8 +225,8 @@ def test_whatever_happens_the_tree_keeps_its_books(
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"total_steps": 0}, {"alpha": 1.5}, {"p_large": -0.1}, {"geometric_p": 0.0}, {"softmax_temperature": 0.0},
-        {"pool_extra": -1}, {"memory": MemoryMode.SHARED}, {"max_output_tokens": 0},
+        {"total_steps": 0}, {"p_large": -0.1}, {"small_step_limit": -1}, {"memory": MemoryMode.SHARED},
+        {"max_output_tokens": 0},
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
@@ -238,7 +236,7 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, object]) -> None:
 
 def test_the_released_configuration_is_the_default() -> None:
     settings = AdaExploreSettings()
-    assert (settings.exploration, settings.alpha, settings.p_large, settings.pool_extra) == (0.3, 0.0, 0.2, 0)
+    assert (settings.exploration, settings.p_large) == (0.3, 0.2)
     assert (settings.total_steps, settings.small_step_limit, settings.memory_rounds, settings.pool_size) == (
         50,
         2,

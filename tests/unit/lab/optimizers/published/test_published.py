@@ -9,24 +9,26 @@ from typing import Any
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.llm import MalformedReply, Reply, Session
-from pytest_klineage.lab.optimizers.published import (
-    Answer,
+from pytest_klineage.lab.llm.backend import Reply
+from pytest_klineage.lab.llm.faults import MalformedReply
+from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.optimizers.proposal import (
     FreshChat,
-    Notebook,
+    NumberedReply,
     base_of,
     first_block_source,
     main_text,
     with_main_text,
 )
+from pytest_klineage.lab.optimizers.recording import Notebook
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import KernelSource, Noted, StopReason, Usage
 
 MakeKernel = Callable[..., KernelSource]
 
 
-def answer(text: str, stop: StopReason = StopReason.END) -> Answer:
-    return Answer(Reply(text=text, usage=Usage(model="toy"), stop_reason=stop), 1)
+def answer(text: str, stop: StopReason = StopReason.END) -> NumberedReply:
+    return NumberedReply(Reply(text=text, usage=Usage(model="toy"), stop_reason=stop), 1)
 
 
 class TestFirstBlock:

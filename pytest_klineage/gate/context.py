@@ -1,0 +1,323 @@
+"""What the judgements of a gate share, and what the stages of one judgement share."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import secrets
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
+from pytest_klineage.gate import findings
+from pytest_klineage.gate.host.cpu import usable_cores
+from pytest_klineage.gate.host.hosts import host_for
+from pytest_klineage.gate.rejection import Rejected
+from pytest_klineage.gate.settings import GateSettings, for_screening
+from pytest_klineage.gate.stages.audit import Audit
+from pytest_klineage.gate.supervise import Processes, Worker
+from pytest_klineage.operators import operator_of
+from pytest_klineage.records import (
+    Build,
+    Check,
+    Code,
+    Floor,
+    KernelCase,
+    KernelSource,
+    KernelTime,
+    LibraryPolicy,
+    Machine,
+    Reason,
+    Surface,
+    Timing,
+    Verdict,
+)
+from pytest_klineage.records.messages import (
+    Attach,
+    Attached,
+    CaseOpened,
+    Detach,
+    Job,
+    WorkerFailure,
+)
+from pytest_klineage.references import UnsupportedCase, reference_of
+from pytest_klineage.references.device import chosen_variant
+from pytest_klineage.references.functions import COMPILED
+from pytest_klineage.references.refusals import refusal_in
+from pytest_klineage.surfaces import Built, surface_backend
+
+REFERENCE_LOAD_S = 300.0
+"""Longest time for a reference on a GPU to load, to tune itself, and to try its variants."""
+REFUSAL_LENGTH = 400
+"""Characters of what a library said that a verdict keeps."""
+CRASH_GRACE_S = 1.0
+"""How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
+CALL_SLACK_S = 30.0
+"""Time beside the kernel's own deadline that one request to the oracle may take."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a judgement stands."""
+
+    stage: str
+    """build, start, oracle, check, sanitize or time."""
+    message: str
+    done: int = 0
+    total: int = 0
+
+
+class GateContext:
+    """What the judgements of one gate share: settings, the secret behind all random inputs, and the processes."""
+
+    def __init__(self, platform: str, settings: GateSettings, report: Callable[[Progress], None] | None) -> None:
+        self.platform, self.settings, self._report = platform, settings, report
+        self.threads = settings.threads or usable_cores()
+        self.secret = settings.seed if settings.seed is not None else secrets.token_hex(16)
+        self.host = host_for(platform, settings.stage)
+        self.binding = self.host.binding(self.threads)
+        self.processes = Processes(
+            self.threads, {**self.host.environment, **self._reference_caches()}, self.binding.environment
+        )
+        self.software: dict[str, str] = {}
+        """Versions that the workers have reported."""
+
+    def _reference_caches(self) -> dict[str, str]:
+        """Where references keep what they have compiled and tuned; candidates are never told."""
+        folder = self.settings.cache_dir
+        inductor = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "reference-inductor")}
+        if self.host.device == "cpu":
+            return inductor
+        return {
+            **inductor,
+            "TRITON_CACHE_DIR": str(folder / "reference-triton"),
+            "FLASHINFER_WORKSPACE_BASE": str(folder / "reference-flashinfer"),
+            "FLAGGEMS_CACHE_DIR": str(folder / "reference-flaggems"),
+        }
+
+    def flush_bytes(self, case: KernelCase) -> int:
+        """Bytes to write between two timed calls."""
+        asked = self.settings.flush_bytes
+        return self.host.flush_bytes(operator_of(case).signature(case).num_bytes) if asked is None else asked
+
+    def machine(self) -> Machine:
+        """The record of this machine."""
+        return self.host.machine(self.software, self.threads)
+
+    def report(self, stage: str, message: str, done: int = 0, total: int = 0) -> None:
+        """Tell whoever listens where the judgement stands."""
+        if self._report is not None:
+            self._report(Progress(stage=stage, message=message, done=done, total=total))
+
+
+class JudgementContext:
+    """What the stages of one judgement share: its case, its kernel, its processes, and what has been found."""
+
+    def __init__(
+        self, gate: GateContext, case: KernelCase, source: KernelSource, reference_source: KernelSource | None,
+        precision: float | None = None, screen_against: float | None = None,
+    ) -> None:  # fmt: skip
+        self.gate, self.case, self.source, self.reference_source = gate, case, source, reference_source
+        self.settings, self.processes = gate.settings, gate.processes
+        if precision is not None and precision < self.settings.precision:
+            self.settings = msgspec.structs.replace(self.settings, precision=precision)
+        self.screen_against = screen_against
+        if screen_against is not None:
+            self.settings = for_screening(self.settings)
+        self.flush_bytes = gate.flush_bytes(case)
+        self.build: Build | None = None
+        self.audit = Audit()
+        self.checks: list[Check] = []
+        self.timings: list[Timing] = []
+        self.floor: Floor | None = None
+        self.notes: list[str] = []
+        self.log = ""
+        self.containment: tuple[str, ...] = ()
+        self.reference_facts: dict[str, str] = {}
+        self.reference_ran = False
+        """Whether it was timed once: what fails afterwards is no refusal."""
+        self.workers: dict[str, Worker] = {}
+        self.jobs: dict[str, tuple[Job, str]] = {}
+        """What every worker was started with: its job and the template it was forked from."""
+        self.libraries: set[str] = set()
+        """Libraries that processes of the candidate which have ended had loaded."""
+        self.opened: CaseOpened | None = None
+        self.timed_s = 0.0
+        self.kernels: dict[str, tuple[KernelTime, ...]] = {}
+        self.sanitizer: dict[str, str] = {}
+
+    def discard(self) -> None:
+        """Forget this judgement's workers, whose processes are gone."""
+        for worker in self.workers.values():
+            worker.discard()
+
+    def close(self) -> None:
+        """End this judgement's workers."""
+        for role in self.workers:
+            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
+        for worker in self.workers.values():
+            with contextlib.suppress(HarnessError):
+                worker.end()
+
+    def preload(self, source: KernelSource) -> str:
+        return self.gate.host.preload(needs_torch=surface_backend(source.surface.value).needs_torch)
+
+    def job(self, source: KernelSource, built: Built, *, refuse_framework: bool = False) -> Job:
+        """What a worker of this case is started with."""
+        importable = tuple(path for path in sys.path if path and os.path.isdir(path)) if source.module else ()
+        return Job(
+            surface=source.surface.value, artifact=str(built.artifact), entry=source.entry, module=source.module,
+            case=self.case, platform=self.gate.platform, read_paths=importable, threads=self.gate.threads,
+            sandbox="sandbox" in self.settings.defences, refuse_framework=refuse_framework,
+            refuse_copies=refuse_framework and self.opened is not None and self.opened.only_moves,
+            flush_bytes=self.flush_bytes, allow_processes=surface_backend(source.surface.value).allow_processes,
+            processors=self.gate.binding.processors, own_files_only=self._own_files_only(source),
+        )  # fmt: skip
+
+    def _own_files_only(self, source: KernelSource) -> bool:
+        """Whether the kernel may read no library of the machine."""
+        forbidden = "own_kernel" in self.settings.defences and self.case.library is LibraryPolicy.FORBID
+        return forbidden and source.surface is Surface.CPP
+
+    def start(self, role: str, job: Job, preload: str) -> Attached:
+        """Start a worker and wait for it. Raises Rejected when the candidate cannot be loaded."""
+        self.gate.report("start", f"starting the {role}")
+        self._launch(role, job, preload)
+        return self._attach(role)
+
+    def _launch(self, role: str, job: Job, preload: str) -> None:
+        """Start a worker's process, which loads its kernel without being asked."""
+        self.jobs[role] = job, preload
+        self.workers[role] = Worker(self.processes.template(preload), job)
+
+    def _attach(self, role: str) -> Attached:
+        """Wait until a worker has loaded its kernel, and have the oracle take it over."""
+        worker = self.workers[role]
+        fds = [worker.oracle_end.fileno()]
+        # A reference may tune itself when it starts: FLA takes half a minute.
+        tunes = self.gate.host.device != "cpu" or self.case.reference == COMPILED
+        slow = role == "reference" and tunes
+        deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
+        answer = self.processes.ask_oracle(
+            Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
+        )  # fmt: skip
+        worker.oracle_end.close()
+        if isinstance(answer, WorkerFailure):
+            raise self.failed(answer)
+        return answer
+
+    def restart(self) -> None:
+        """Start both sides again, in new processes that load at the same time, with the jobs they had.
+
+        The reference keeps the variant that it has chosen.
+        """
+        for role in ("reference", "candidate"):
+            worker = self.workers[role]
+            # Ended first: one that is told to stop is gone before anybody has seen what it had loaded.
+            ended = worker.end()
+            self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
+            if role == "candidate":
+                self.libraries |= set(ended.libraries)
+                self.log = self.log or findings.clean(worker.log.text())
+            job, preload = self.jobs[role]
+            if role == "reference":
+                job = msgspec.structs.replace(job, **chosen_variant(self.reference_facts))
+            self._launch(role, job, preload)
+        for role in ("reference", "candidate"):
+            self._attach(role)
+
+    def memory_reason(self) -> Reason | None:
+        """After a GPU ran out of memory: a reason when the candidate had taken it. Ends the candidate.
+
+        More than half of the GPU comes free then: nobody else can have been the cause.
+        """
+        worker, before = self.workers.get("candidate"), self.gate.host.memory()
+        if worker is None or before is None:
+            return None
+        with contextlib.suppress(HarnessError):
+            worker.end()
+        after = self.gate.host.memory()
+        taken = after.free_bytes - before.free_bytes if after is not None else 0
+        if taken <= before.total_bytes // 2:
+            return None
+        message = f"the kernel held {taken / 2**30:.1f} GiB of the GPU's memory; nothing was left to check it with"
+        return Reason(code=Code.OUT_OF_MEMORY, message=message, evidence={"bytes": taken})
+
+    def object_to_libraries(self, reason: Reason | None) -> None:
+        """Reject a kernel for its use of libraries, or note it, as the case says."""
+        if reason is None or "own_kernel" not in self.settings.defences or self.case.library is LibraryPolicy.ALLOW:
+            return
+        if self.case.library is LibraryPolicy.FORBID:
+            raise Rejected(reason)
+        self.notes.append(f"{reason.code}: {reason.message}")
+
+    def end_a_flood(self) -> None:
+        """Reject a candidate that prints without end, right or wrong."""
+        if self.workers["candidate"].log.flooded:
+            raise self.failed(WorkerFailure(role="candidate", reasons=()))
+
+    def failed(self, problem: WorkerFailure) -> Rejected:
+        """A worker failed: the candidate's failure is a verdict, the reference's is ours."""
+        worker = self.workers[problem.role if problem.role in self.workers else "candidate"]
+        reasons = problem.reasons
+        if problem.gone or worker.log.flooded:
+            ended = worker.end(CRASH_GRACE_S)
+            reasons = (findings.how_it_ended(ended, flooded=worker.log.flooded, printed=worker.log.total),)
+        worker.end()
+        text = findings.clean(worker.log.text())
+        if problem.role == "reference":
+            cause = reasons[0].message if reasons else "it ended"
+            if "No module named" in cause:
+                missing = cause.rpartition("No module named")[2].strip()
+                what = f"{missing}, for the reference {self.case.reference},"
+                raise MissingDependency(what, reference_of(self.case).remedy)
+            if reasons and reasons[0].code is Code.OUT_OF_MEMORY and self.gate.host.device != "cpu":
+                raise DeviceOutOfMemory(f"the reference {self.case.reference} found no memory on the GPU: {cause}")
+            if reasons and reasons[0].code is Code.EXCEPTION and (why := self._refusal(cause)):
+                raise UnsupportedCase.of(self.case.reference, self.case, self.gate.platform, why)
+            raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
+        self.log = text
+        return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))
+
+    def _refusal(self, cause: str) -> str:
+        """What the library said, on one bounded line, where it refused the case. A CPU has no trial beforehand."""
+        if self.reference_source is not None or self.reference_ran:
+            return ""
+        why = refusal_in(cause, tried=self.gate.host.device != "cpu")
+        return findings.clean(" ".join(why.split()))[:REFUSAL_LENGTH]
+
+    def verdict(self, reasons: tuple[Reason, ...], *, overhead_s: float) -> Verdict:
+        """The record of everything that was found."""
+        if "candidate" in self.workers and not self.log:
+            self.log = findings.clean(self.workers["candidate"].log.text())
+        return Verdict(
+            case=self.case,
+            status=reasons[0].code.status,
+            reasons=reasons,
+            surface=self.source.surface.value,
+            source_digest=self.source.digest,
+            label=self.source.label,
+            machine=self.gate.machine(),
+            build=self.build,
+            checks=tuple(self.checks),
+            timing=self.timings[0] if self.timings else None,
+            floor=self.floor,
+            other_timings=tuple(self.timings[1:]),
+            reference=self.reference_facts,
+            kernels=self.kernels.get("candidate", ()),
+            reference_kernels=self.kernels.get("reference", ()),
+            sanitizer=self.sanitizer,
+            containment=self.containment,
+            notes=tuple(self.notes),
+            log=self.log,
+            overhead_s=overhead_s,
+            judged_at=now(),
+            screened=self.screen_against if self.timings else None,
+        )
+
+
+def now() -> str:
+    """UTC time, ISO 8601."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -1,0 +1,146 @@
+"""Two arms of an experiment, paired by target and repeat: exact tests, intervals, and corrections for several of them.
+
+An arm's result is one number for each pair: 1 or 0 for a success, or the logarithm of a speedup. Differences are the
+first arm's less the second's.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
+from operator import mul
+
+import msgspec
+
+from pytest_klineage.records import Interval
+
+RESAMPLES = 10_000
+EXACT_PAIRS = 14
+"""Sign flips of so many pairs, 16,384, are all counted; of more, RESAMPLES random ones."""
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """The results of both arms on one repeat of one target."""
+
+    target: str
+    first: float
+    second: float
+
+    @property
+    def difference(self) -> float:
+        return self.first - self.second
+
+
+class Discordance(msgspec.Struct, frozen=True, kw_only=True):
+    """How often both, one, or none of two arms succeeded, and the exact McNemar test of the pairs that differ."""
+
+    both: int
+    only_first: int
+    only_second: int
+    neither: int
+    p_two_sided: float
+    p_greater: float
+    """That the first arm does not succeed more often."""
+
+    @property
+    def pairs(self) -> int:
+        return self.both + self.only_first + self.only_second + self.neither
+
+
+def discordance(pairs: Sequence[Pair]) -> Discordance:
+    """Count successes, results above 0, and test them.
+
+    Of the pairs that differ each is as likely to favour either arm where there is no effect (McNemar 1947, exact
+    binomial form).
+    """
+    counts = Counter((pair.first > 0, pair.second > 0) for pair in pairs)
+    first, second = counts[True, False], counts[False, True]
+    return Discordance(
+        both=counts[True, True], only_first=first, only_second=second, neither=counts[False, False],
+        p_two_sided=min(1.0, 2 * at_least_heads(max(first, second), first + second)),
+        p_greater=at_least_heads(first, first + second),
+    )  # fmt: skip
+
+
+def at_least_heads(heads: int, throws: int) -> float:
+    """Probability of that many heads or more of a fair coin."""
+    favourable: int = sum(math.comb(throws, count) for count in range(heads, throws + 1))
+    return favourable / 2.0**throws
+
+
+def sign_flip(pairs: Sequence[Pair], *, seed: int = 0) -> float:
+    """Two-sided p-value of the mean difference, by exchanging the arms within pairs.
+
+    A pair lies within one target, so the permutation is stratified by target. A random sample of flips counts the
+    observed one too (Phipson and Smyth 2010), so that p is never 0. Raises ValueError without pairs.
+    """
+    if not pairs:
+        raise ValueError("a test needs at least one pair")
+    differences = [pair.difference for pair in pairs]
+    observed = abs(math.fsum(differences)) * (1 - 1e-12)  # equal sums may differ in their last bit
+    if len(differences) <= EXACT_PAIRS:
+        flips = list(product((1, -1), repeat=len(differences)))
+        return sum(abs(math.fsum(map(mul, differences, signs))) >= observed for signs in flips) / len(flips)
+    generator = random.Random(seed)
+    extreme = sum(
+        abs(math.fsum(one if generator.random() < 0.5 else -one for one in differences)) >= observed
+        for _ in range(RESAMPLES)
+    )
+    return (extreme + 1) / (RESAMPLES + 1)
+
+
+def mean_difference(pairs: Sequence[Pair], confidence: float = 0.95, *, seed: int = 0) -> Interval:
+    """The mean difference with a bootstrap interval, resampled within targets: their number is fixed by design.
+
+    The percentile interval of so few repeats is narrow by sqrt(n / (n - 1)) for n repeats of a target; it is widened by
+    that about the estimate (Hesterberg 2015). Raises ValueError without pairs.
+    """
+    if not pairs:
+        raise ValueError("an interval needs at least one pair")
+    targets: dict[str, list[float]] = {}
+    for pair in pairs:
+        targets.setdefault(pair.target, []).append(pair.difference)
+    generator = random.Random(seed)
+    estimate = _mean_of(targets.values())
+    means = sorted(_mean_of(_widened(one, generator) for one in targets.values()) for _ in range(RESAMPLES))
+    tail = (1 - confidence) / 2
+    low, high = means[round(tail * (RESAMPLES - 1))], means[round((1 - tail) * (RESAMPLES - 1))]
+    return Interval(estimate, min(low, estimate), max(high, estimate), confidence)
+
+
+def geomean_ratio(pairs: Sequence[Pair], confidence: float = 0.95, *, seed: int = 0) -> Interval:
+    """The first arm's geometric mean over the second's, of results that are logarithms."""
+    difference = mean_difference(pairs, confidence, seed=seed)
+    return Interval(math.exp(difference.estimate), math.exp(difference.low), math.exp(difference.high), confidence)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """Adjusted p-values of several tests, in their order (Holm 1979).
+
+    Where those up to alpha are rejected, the chance of any false rejection is at most alpha.
+    """
+    adjusted: dict[str, float] = {}
+    highest = 0.0
+    for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p))
+        adjusted[name] = highest
+    return {name: adjusted[name] for name in p_values}
+
+
+def _mean_of(groups: Iterable[Iterable[float]]) -> float:
+    """The mean of all numbers in some groups."""
+    numbers = [number for group in groups for number in group]
+    return math.fsum(numbers) / len(numbers)
+
+
+def _widened(differences: Sequence[float], generator: random.Random) -> list[float]:
+    """One resample of a target's differences, its distance from their mean widened for their small number."""
+    count = len(differences)
+    sample = generator.choices(differences, k=count)
+    if count == 1:
+        return sample
+    mean, stretch = math.fsum(differences) / count, math.sqrt(count / (count - 1))
+    return [mean + stretch * (one - mean) for one in sample]

@@ -1,0 +1,51 @@
+"""What becomes of standard normal numbers in the checks of a user's operator that the user has not declared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pytest_klineage.operators.distributions import uniform
+
+if TYPE_CHECKING:
+    import torch
+
+
+def mixed(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Rows of a quarter each of magnitude SMALL and HUGE, the others of 0.5 to 2; of a vector, elements."""
+    import torch
+
+    shape = (*values.shape[:-1], 1) if values.dim() > 1 else values.shape
+    kind, scale = uniform(shape, generator), 4 ** (uniform(shape, generator) - 0.5)
+    return values * torch.where(kind < 0.25, SMALL, torch.where(kind < 0.5, HUGE, scale))
+
+
+def constant(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Every second slice along the first axis, from the first one on, holds one number; all of a vector does."""
+    if values.dim() < 2:
+        return values.flatten()[:1].expand(values.numel()).reshape(values.shape)
+    found = values.clone()
+    found[::2] = values[::2].flatten(1)[:, :1].view(-1, *[1] * (values.dim() - 1))
+    return found
+
+
+def zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same, of zeros."""
+    found = values.clone()
+    found[:: 2 if values.dim() > 1 else 1] = 0.0
+    return found
+
+
+LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
+"""Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
+CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    "large": lambda values, generator: values * LARGE,
+    "small": lambda values, generator: values * SMALL,
+    "shifted": lambda values, generator: values + SHIFT,
+    "mixed": mixed,
+    "constant": constant,
+    "zeros": zeros,
+}
+"""Further distributions of a user's operator, by name: what becomes of standard normal numbers."""
+BY_SLICE = ("mixed", "constant", "zeros")
+"""Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""

@@ -1,0 +1,167 @@
+"""Checks of a user's operator that the user has not declared: unusual inputs, and other values of its options.
+
+They are there for gross errors, such as a softmax without its maximum or an option that is ignored. So they are left
+out wherever the definition does not allow them, and bounds are lenient: a kernel may also err by what rounding its
+inputs once would change. None of them is timed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pytest_klineage.errors import UsageError
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
+from pytest_klineage.operators.changes import BY_SLICE, CHANGES
+from pytest_klineage.operators.distributions import torch_dtype
+from pytest_klineage.operators.evaluation import is_float
+from pytest_klineage.operators.open_inputs import finished, numbers
+from pytest_klineage.operators.tolerance import Expected, rounded_inputs
+from pytest_klineage.records import KernelCase, Option, Signature
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors
+    from pytest_klineage.operators.defined import DefinedOperator
+
+CLEARLY = 10.0
+"""By how many bounds the answer for another value of an option must differ on usual inputs."""
+
+
+class Unusable(Exception):
+    """Why a check is left out."""
+
+
+def names(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
+    """Distributions, where there are inputs of floats, then other values of options."""
+    floats = any(is_float(spec.dtype) for spec in operator.signature(case).inputs)
+    changes = [name for name in operator.defaults if floats and name not in operator.distributions]
+    return (*changes, *other_options(operator, case))
+
+
+def other_options(operator: DefinedOperator, case: KernelCase) -> dict[str, KernelCase]:
+    """By a name such as "eps=0.5", the case with another value of one of the options that reach a kernel as numbers.
+
+    Every other value that is declared, or one where any is allowed. Sizes that follow from an option stay.
+    """
+    found = {}
+    for name in sorted(set(operator.options) - operator.may_ignore - set(operator.line.names)):
+        for value in other_values(operator, case, name):
+            other = msgspec.structs.replace(case, options={**case.options, name: value}, also_shapes=())
+            found[f"{name}={value}"] = other
+    return found
+
+
+def other_values(operator: DefinedOperator, case: KernelCase, name: str) -> Iterator[Option]:
+    """Values of an option that are not the case's; none for strings, which a kernel does not get."""
+    own = operator.option(case, name)
+    if name not in operator.free:
+        yield from (value for value in operator.options[name] if value != own and not isinstance(value, str))
+    elif isinstance(own, int):
+        yield own + 1
+    elif isinstance(own, float) and math.isfinite(own):
+        values = (1.5 * own + math.copysign(0.5, own), 10 * own or -0.5)
+        yield from (float(f"{value:.3g}") for value in values)
+
+
+def problem(
+    operator: DefinedOperator, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+) -> tuple[Tensors, Expected] | str:
+    """Inputs and answer of a check, or why it is left out; "" where it is no other check than the usual one.
+
+    `wrong` is the answer to other inputs.
+    """
+    drawn = numbers(operator, case, generator)
+    state = generator.get_state()
+    usual = finished(operator, case, generator, DEFAULT_DISTRIBUTION, copied(drawn))
+    try:
+        if name not in CHANGES:
+            return option(operator, case, other_options(operator, case)[name], usual, generator)
+        generator.set_state(state)
+        inputs = finished(operator, case, generator, name, drawn | changed(drawn, name, generator))
+        if all(same(inputs[item], usual[item]) for item in inputs):
+            return ""
+        return usable(operator, case, inputs, generator, wrong)
+    except Unusable as error:
+        return str(error)
+    except UsageError:
+        return "the definition fails"
+
+
+def option(
+    operator: DefinedOperator, case: KernelCase, other: KernelCase, usual: Tensors, generator: torch.Generator
+) -> tuple[Tensors, Expected]:
+    """Another value of an option, on usual inputs, or on small ones where it shows only there. Raises Unusable."""
+    try:
+        return usable(operator, other, usual, generator, operator.oracle(case, usual), CLEARLY)
+    except Unusable:
+        drawn = numbers(operator, case, generator)
+        small = finished(operator, case, generator, "small", drawn | changed(drawn, "small", generator))
+        return usable(operator, other, small, generator, operator.oracle(case, small))
+
+
+def copied(values: Tensors) -> Tensors:
+    """Copies, since a user's function may change what it takes."""
+    return {name: tensor.clone() for name, tensor in values.items()}
+
+
+def changed(values: Tensors, name: str, generator: torch.Generator) -> Tensors:
+    """Those that are floats after the change of this name, from a stream of random numbers of its own."""
+    import torch
+
+    own = torch.Generator(generator.device).manual_seed(generator.initial_seed() ^ 1)
+    values = {key: tensor for key, tensor in values.items() if tensor.is_floating_point()}
+    wide = name in BY_SLICE and any(tensor.dim() > 1 for tensor in values.values())
+    return {key: CHANGES[name](tensor, own) for key, tensor in values.items() if tensor.dim() > 1 or not wide}
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers, of any type."""
+    if left.element_size() == 1:
+        return bool((left.double() == right.double()).all())
+    return bool((left == right).all())
+
+
+def usable(
+    operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator, wrong: Tensors,
+    times: float = 1.0,
+) -> tuple[Tensors, Expected]:  # fmt: skip
+    """Inputs and answer. Raises Unusable where an honest kernel may fail, or a wrong answer errs by so few bounds."""
+    signature = operator.signature(case)
+
+    def rounded(outputs: Tensors) -> Tensors:
+        object_to_range(signature, outputs)
+        return rounded_inputs(operator, case, inputs, outputs, generator)
+
+    expected = Expected(operator, case, inputs, rounded)
+    if not all(math.isfinite(float(unit.max())) for unit in expected.units.values() if unit.numel()):
+        raise Unusable("the answer jumps")
+    if not all(math.isfinite(bound) for bound in expected.bounds.values()):
+        raise Unusable("the definition is not finite in this precision")
+    if any(not expected.bounds[spec.name] for spec in signature.outputs):
+        object_to_jumps(operator, case, inputs, expected)
+    if all(error <= times * expected.bounds[name] for name, error in expected.errors(wrong).items()):
+        raise Unusable("another answer passes")
+    return inputs, expected
+
+
+def object_to_range(signature: Signature, outputs: Tensors) -> None:
+    """Raise Unusable for answers that are not finite in the outputs' types."""
+    import torch
+
+    for spec in signature.outputs:
+        values = outputs[spec.name]
+        if values.is_floating_point():
+            limit = torch.finfo(torch_dtype(spec.dtype)).max
+            if not bool((values.abs() <= limit).all()):
+                raise Unusable("the answer is not finite")
+
+
+def object_to_jumps(operator: DefinedOperator, case: KernelCase, inputs: Tensors, expected: Expected) -> None:
+    """Raise Unusable where the definition's own precision gives other integers."""
+    if not expected.accepts(operator.baseline_output(case, inputs)):
+        raise Unusable("rounding decides the answer")

@@ -1,0 +1,95 @@
+"""Whether a definition only moves bytes, so that a framework's copies are all of its work: by what it calls, or by what
+it gives on several problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from pytest_klineage.operators.base import Tensors
+
+MOVES = frozenset({
+    "_to_copy", "clone", "copy", "copy_", "lift_fresh", "cat", "stack", "repeat", "flip", "roll", "rot90", "tril",
+    "triu", "constant_pad_nd", "index", "index_select", "index_copy", "gather", "take", "embedding", "empty",
+    "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "ones", "full", "full_like", "fill_", "zero_",
+    "arange", "_unsafe_view", "select_scatter", "slice_scatter", "diagonal_scatter",
+})  # fmt: skip
+"""Operators of the framework that make, move, convert or repeat elements, beside its views."""
+SAMPLES = 16
+"""Elements of an output that must occur among the inputs before all are looked for."""
+MIX = 0x2545F4914F6CDD1D
+"""An odd number: multiplying by it loses nothing of 64 bits."""
+
+
+@contextmanager
+def recording(names: set[str]) -> Iterator[None]:
+    """Add the name of every operator of the framework that is called inside to `names`; views are left out."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no annotations
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if not function.is_view:
+                names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Recorder():  # type: ignore[no-untyped-call]  # as above
+        yield
+
+
+def is_rearrangement(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
+    """Whether every output element is one and the same input element in all problems, or constant; not all constant.
+
+    `problems` are inputs and exact outputs. A maximum is an input element as well, but not always the same one. Where
+    two elements cannot be told apart, which element was copied is not known, and nothing is claimed.
+    """
+    import torch
+
+    if len(problems) < 2 or not all(occurs(tensor, problems[0][0]) for tensor in samples(problems)):
+        return False
+    known = torch.cat([keys([inputs[name] for inputs, _ in problems]) for name in problems[0][0]]).sort().values
+    moved = 0
+    for name, tensor in problems[0][1].items():
+        every = [outputs[name].reshape(-1) for _, outputs in problems]
+        wanted = keys(every)
+        count = torch.searchsorted(known, wanted, right=True) - torch.searchsorted(known, wanted)
+        constant = torch.ones(tensor.numel(), dtype=torch.bool)
+        for other in every[1:]:
+            constant &= other == every[0]
+        if not bool(((count == 1) | constant).all()):
+            return False
+        moved += int((~constant).sum())
+    return moved > 0
+
+
+def samples(problems: Sequence[tuple[Tensors, Tensors]]) -> Iterator[torch.Tensor]:
+    """Some elements of every output of the first problem, of those that are not the same in the second."""
+    import torch
+
+    for name, tensor in problems[0][1].items():
+        flat = tensor.reshape(-1)
+        some = torch.linspace(0, max(0, flat.numel() - 1), min(SAMPLES, flat.numel())).long()
+        yield from flat[some][flat[some] != problems[1][1][name].reshape(-1)[some]]
+
+
+def occurs(element: torch.Tensor, inputs: Tensors) -> bool:
+    """Whether an input has an element of exactly this value."""
+    return any(
+        bool((tensor == element.to(tensor.dtype)).any())
+        for tensor in inputs.values()
+        if bool(element.to(tensor.dtype).to(element.dtype) == element)
+    )
+
+
+def keys(draws: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For every element a number that its values in all draws give; of unlike ones they are unlike, but for chance."""
+    import torch
+
+    found = torch.zeros(draws[0].numel(), dtype=torch.int64, device=draws[0].device)
+    for tensor in draws:
+        # Adding zero makes one of both zeros.
+        found = found * MIX + (tensor.reshape(-1).double() + 0.0).view(torch.int64)
+    return found

@@ -1,0 +1,71 @@
+"""Neighbouring steps of a lineage that were timed together: a file of lines beside lineage.json.
+
+Nothing here is worked out from the effects of single steps, nor from two timings against a third kernel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from pytest_klineage.errors import BadRecord, StoreError
+from pytest_klineage.records import Interval, Lineage, TimedSpan, from_json, to_plain
+from pytest_klineage.records.codec import finite
+from pytest_klineage.records.verdict import DISTURBED
+from pytest_klineage.results.packed import is_there, read_packed, unpack
+
+SPANS_FILE = "spans.verdicts.jsonl"
+
+
+def read_spans(folder: Path) -> dict[tuple[str, ...], Interval]:
+    """Effects of the spans of a lineage's folder, by the digests of their steps; the later line wins.
+
+    Raises BadRecord for a line that does not decode.
+    """
+    found = {one.steps: one.effect for one in _lines(folder)}
+    return {steps: effect for steps, effect in found.items() if effect is not None}
+
+
+def keep_span(folder: Path, one: TimedSpan) -> None:
+    """Add a span that was timed. Raises StoreError."""
+    path = folder / SPANS_FILE
+    try:
+        unpack(path)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(finite(to_plain(one))) + b"\n")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def span_problems(lineage: Lineage, folder: Path) -> list[str]:
+    """What is wrong with timed spans: no neighbours of this lineage, another kernel or case, a disturbed timing."""
+    chain = [step.digest for step in lineage.transitions]
+    found = []
+    for number, one in enumerate(_lines(folder), start=1):
+        found += [f"{SPANS_FILE}: line {number}: {text}" for text in _problems(lineage, chain, one)]
+    return found
+
+
+def _lines(folder: Path) -> list[TimedSpan]:
+    path = folder / SPANS_FILE
+    if not is_there(path):
+        return []
+    try:
+        return [from_json(line, TimedSpan) for line in read_packed(path).splitlines()]
+    except (OSError, BadRecord) as error:
+        raise BadRecord(f"{path}: {error}") from error
+
+
+def _problems(lineage: Lineage, chain: list[str], one: TimedSpan) -> list[str]:
+    at = chain.index(one.steps[0]) if one.steps and one.steps[0] in chain else len(chain)
+    if len(one.steps) < 2 or tuple(chain[at : at + len(one.steps)]) != one.steps:
+        return ["its steps are no neighbours of this lineage"]
+    verdict, problems = one.verdict, []
+    if verdict.source_digest != lineage.transitions[at].before:
+        problems.append(f"its verdict is about {verdict.source_digest[:12]}, not about the kernel before the span")
+    if verdict.case.id != lineage.case.id:
+        problems.append(f"its verdict is about {verdict.case.id}")
+    if verdict.code in DISTURBED or verdict.timing is None:
+        problems.append(f"its verdict is {verdict.code.value}, which says nothing of an effect")
+    return problems

@@ -1,0 +1,105 @@
+"""Whose code a process has mapped, read from /proc by a process above it: libraries, and code that no file holds."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from pytest_klineage.records.messages import Job
+from pytest_klineage.worker.sandbox import containment
+from pytest_klineage.worker.sandbox.reading import RUNTIME, is_narrow
+
+LIBRARY_NAMES = re.compile(
+    r"/lib[^/]*(mkl|openblas|blis|blas|lapack|dnnl|onednn|atlas|armpl|torch|cublas|cudnn|cutlass|flashinfer)[^/]*\.so",
+    re.I,
+)
+"""Shared libraries that do a kernel's work for it."""
+UNNAMED = re.compile(r"(\[.*\])?")
+"""Where a mapping of no file lies in the last column of /proc/PID/maps: nothing, or a name such as [stack]."""
+
+
+class MappedRange(NamedTuple):
+    """One line of /proc/PID/maps."""
+
+    path: str
+    start: int
+    end: int
+    executable: bool
+
+    def lies_in(self, others: Iterable[MappedRange]) -> bool:
+        """Whether it is the same file at the same addresses as one of others, or a part of that."""
+        return any(one.path == self.path and one.start <= self.start and self.end <= one.end for one in others)
+
+
+class ForeignCode(NamedTuple):
+    """What a worker has mapped and its template had not."""
+
+    libraries: tuple[str, ...] = ()
+    generated_bytes: int = 0
+    """Code that no file holds, of a native kernel that had no library within reach to copy it from."""
+
+
+def mappings_of(pid: int) -> list[MappedRange]:
+    """All mappings of a process; none of one that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        span, rights, _offset, _device, _inode, *path = line.split(maxsplit=5)
+        start, _, end = span.partition("-")
+        found.append(MappedRange(path[0] if path else "", int(start, 16), int(end, 16), "x" in rights))
+    return found
+
+
+def foreign_code(now: Collection[MappedRange], before: Collection[MappedRange], job: Job) -> ForeignCode:
+    """Code in a worker that neither its template had nor its job brings.
+
+    A native kernel may have its own artifact and the language's runtime; all else counts as a library. Without a file
+    to tell whose it is, code counts as one too, unless the kernel could read none: then it has generated the code.
+    """
+    if job.surface != "cpp":
+        # A just-in-time compiler's own stubs lie in the private directory, and are no library's work.
+        workdir = os.devnull if job.allow_processes else job.workdir
+        return ForeignCode(tuple(sorted(loaded_since(vendors(now, workdir), vendors(before, os.devnull)))))
+    new = [one for one in now if one.executable and not one.lies_in(before)]
+    unnamed = sum(one.end - one.start for one in new if UNNAMED.fullmatch(one.path))
+    libraries = {Path(one.path).name for one in new if not UNNAMED.fullmatch(one.path) and not is_own(one.path, job)}
+    if not unnamed or (is_narrow(job) and containment.landlock_abi()):
+        return ForeignCode(tuple(sorted(libraries)), unnamed)
+    return ForeignCode((*sorted(libraries), f"{unnamed >> 10} KiB of code that no file holds"))
+
+
+def is_own(path: str, job: Job) -> bool:
+    """Whether code in a file is the job's artifact, or of the runtime and not put there by the worker."""
+    private = path.startswith((f"{job.workdir}/", "/memfd:"))
+    return path == os.path.realpath(job.artifact) or (not private and RUNTIME.fullmatch(Path(path).name) is not None)
+
+
+def vendors(mappings: Iterable[MappedRange], workdir: str) -> list[MappedRange]:
+    """Those of the shared libraries of LIBRARY_NAMES.
+
+    Code from a worker's own directory or from a memory file counts under whatever name it goes: only its kernel can
+    have put it there.
+    """
+    private = (f"{workdir}/", "/memfd:")
+    return [
+        one for one in mappings
+        if LIBRARY_NAMES.search(one.path) or (one.executable and one.path.startswith(private))
+    ]  # fmt: skip
+
+
+def loaded_since(now: Iterable[MappedRange], before: Collection[MappedRange]) -> set[str]:
+    """Names of libraries that were not mapped before: by another path, or as code at other addresses.
+
+    A second copy of a library, which a linker's namespace or another name gives, is code at other addresses.
+    """
+    paths = {one.path for one in before}
+    return {
+        Path(one.path).name for one in now
+        if one.path not in paths or (one.executable and not one.lies_in(before))
+    }  # fmt: skip

@@ -1,0 +1,99 @@
+"""Which point the arms blind and card take for each row: every point is judged for two seconds, the fastest is kept.
+
+pytest suites/flaggems/test_sweep.py --platform sm90 --for 9 [--klineage-method blind] [-k "09- or 10-"]
+
+The same command goes on where the last one stopped: points that are in results/runs/flaggems/sweep-<platform>.jsonl are
+not judged again. The verdicts with their samples lie beside it, and choices-<platform>.json; test_flaggems.py judges
+what was chosen in another run, with other inputs, and only its times are reported. A point that fails is data.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from arms import SWEPT, Chosen, card_points, configured, points_of
+from rows import ROWS, Row
+from table import Key, Measured, append, measured, on_device, read, skip_unless_due
+
+from pytest_klineage import Gate, GateSettings, KlineageSession
+from pytest_klineage.executors.base import ExecutorGate
+from pytest_klineage.plugin.session import SESSION_KEY
+from pytest_klineage.records import to_json
+
+SHORT = {"time_limit_s": 2.0, "precision": 0.02, "seeds": 1}
+"""Of a point's judgement: what is chosen is judged again in full. What the user gives counts."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each row, arm and point; none without --for, on a CPU, or of cards where there are none."""
+    session = metafunc.config.stash[SESSION_KEY]
+    asked = session.platform != "cpu" and metafunc.config.getoption("--for")
+    arms = session.methods if "method" in session.settings.given else SWEPT
+    found = [
+        (row, arm, i) for row in ROWS if asked for arm in SWEPT if arm in arms
+        for i in range(len(points_of(arm, row)))
+    ]  # fmt: skip
+    metafunc.parametrize(
+        ("row", "arm", "position"), found, ids=[f"{row.name(session.platform)}-{arm}-{i}" for row, arm, i in found]
+    )
+
+
+@pytest.fixture(scope="module")
+def short_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGate]:
+    """The gate with little time for each judgement."""
+    with klineage_session.gate_with(GateSettings(**(SHORT | klineage_session.settings.gate))) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def swept(klineage_session: KlineageSession, device: str) -> Iterator[Path]:
+    """The file of all points; when the last one is judged, the choices are written beside it."""
+    platform = klineage_session.platform
+    path = klineage_session.settings.results / "runs" / "flaggems" / f"sweep-{platform}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield path
+    made = choices(on_device(read(path), device), platform)
+    if made:
+        (path.parent / f"choices-{platform}.json").write_bytes(msgspec.json.format(msgspec.json.encode(made)))
+
+
+def choices(found: dict[Key, Measured], platform: str) -> list[Chosen]:
+    """The fastest point of each row and arm. A configuration that two arms share was judged once."""
+    by_digest = {one.digest: one for one in found.values()}
+    made = []
+    for row in ROWS:
+        for arm in SWEPT:
+            points = points_of(arm, row)
+            judged = [(by_digest.get(configured(row, point, arm).digest), point) for point in points]
+            timed = [(one.speedup.estimate, point) for one, point in judged if one is not None and one.speedup]
+            if timed:
+                speedup, best = max(timed, key=lambda item: item[0])
+                cards = card_points()[row.number].cards if arm == "card" else ()
+                made.append(
+                    Chosen(row=row.number, arm=arm, point=best, speedup=speedup, platform=platform, cards=cards)
+                )
+    return made
+
+
+def test_point(
+    klineage_session: KlineageSession, short_gate: Gate, swept: Path, until: float, device: str,
+    write_line: Callable[[str], None], row: Row, arm: str, position: int,
+) -> None:  # fmt: skip
+    """Judge one point, unless it is known or time is up."""
+    source = configured(row, points_of(arm, row)[position], f"{arm}{position}")
+    skip_unless_due(swept, device, source.digest, until)
+    verdict = short_gate.judge(row.case(klineage_session.platform, "flaggems"), source)
+    # Not among the runs: a report shows what was chosen, from its own run.
+    with swept.with_name(f"sweep-{klineage_session.platform}-verdicts.jsonl").open("ab") as file:
+        file.write(to_json(verdict) + b"\n")
+    one = measured(row, f"{arm}{position}", klineage_session.platform, verdict)
+    append(swept, one)
+    said = f"{one.speedup.estimate:.3f}x FlagGems" if one.speedup else one.code
+    write_line(f"{row.name(klineage_session.platform)} {arm}{position} {points_of(arm, row)[position]}: {said}")

@@ -1,0 +1,89 @@
+"""The lineages that authors wrote, validated step by step: each judged, and brought back by a model.
+
+pytest suites/lineage/test_derive.py --platform sm90 -k gemm --klineage-llm anthropic --klineage-model NAME
+pytest suites/lineage/test_derive.py --platform sm90 --klineage-executor batch:JUDGE --klineage-llm exchange \\
+    --klineage-exchange REPLIES --klineage-model NAME --klineage-trajectories DIR    # all steps go forward together
+
+What is done is kept beside lineage.json, and is not asked for again; remove its files to make a step again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import pytest
+
+from pytest_klineage import KlineageSession
+from pytest_klineage.lab.induction.derive import KEPT, derive
+from pytest_klineage.lab.induction.verdicts import GateJudge
+from pytest_klineage.lab.library.lineages import find_hand_made, load_lineage, read_record
+from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
+from pytest_klineage.plugin.session import SESSION_KEY
+from pytest_klineage.records import Lineage, Machine
+
+if TYPE_CHECKING:
+    from pytest_klineage.lab.plugin import Models
+
+EXPERTS = Path(__file__).parents[2] / "experts"
+REFERENCE = "another kernel for the same case"
+NO_MODEL = "re-derives steps with a language model: choose one with --klineage-llm=anthropic, command or exchange"
+
+
+class Step(NamedTuple):
+    """One step of a lineage."""
+
+    folder: Path
+    index: int
+    name: str
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for every step of every lineage that an author wrote for the platform."""
+    platform = metafunc.config.stash[SESSION_KEY].platform
+    steps = [step for folder in find_hand_made(EXPERTS) for step in steps_of(folder, platform)]
+    metafunc.parametrize("step", steps, ids=[step.name for step in steps])
+
+
+def steps_of(folder: Path, platform: str) -> list[Step]:
+    """The steps of one lineage; none of a lineage for another platform."""
+    lineage = read_record(folder)
+    stem = f"{lineage.operator}-{lineage.platform}-{lineage.surface.value}"
+    return [
+        Step(folder, index, f"{stem}-{state.name}")
+        for index, state in enumerate(lineage.states[1:])
+        if lineage.platform == platform
+    ]
+
+
+def test_derive(
+    step: Step, klineage_models: Models, klineage_session: KlineageSession, tell: Callable[[str], None]
+) -> None:
+    """The simpler state is right, and whoever saw it with a sentence brought the next one's speed back."""
+    if (step.folder / KEPT / f"{step.index + 1:02d}.jsonl").exists():
+        pytest.skip(f"{step.name} is done; remove its files in {step.folder / KEPT} to make it anew")
+    if klineage_models.backend in ("none", "replay"):
+        pytest.skip(NO_MODEL)
+    session = klineage_models.session(f"derive/{step.name}")
+    judge, text = GateJudge(klineage_session.gate), contract(step, klineage_session)
+    found = derive(step.folder, step.index, session, judge, contract=text)
+    came = "derived" if found.forward.source is not None else "not derived"
+    tell(f"{step.name}: {came}, {len(found.forward.rejected)} attempts refused")
+
+
+def contract(step: Step, session: KlineageSession) -> str:
+    """What the kernel must promise, as text for a model."""
+    stored = load_lineage(step.folder)
+    source = stored.sources[step.index]
+    machine = machine_text(judged_on(stored.lineage) or session.gate.machine(), threads=session.gate_settings.threads)
+    return instructions_for(
+        stored.lineage.case, source.surface, session.platform, source.entry, source.flags, machine=machine,
+        reference=REFERENCE,
+    )  # fmt: skip
+
+
+def judged_on(lineage: Lineage) -> Machine | None:
+    """The machine on which the author's states were judged: a prompt can be written before the judge is there."""
+    found = [state.verdict.machine for state in lineage.states if state.verdict is not None]
+    return found[-1] if found else None

@@ -1,0 +1,120 @@
+"""Paired tests and intervals of experiments: against SciPy, and for what must hold of any data."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_klineage.lab.studies.paired import (
+    Pair,
+    discordance,
+    geomean_ratio,
+    holm,
+    mean_difference,
+    sign_flip,
+)
+
+stats = pytest.importorskip("scipy.stats")
+
+
+def successes(both: int, first: int, second: int, neither: int) -> list[Pair]:
+    made = [(1.0, 1.0)] * both + [(1.0, 0.0)] * first + [(0.0, 1.0)] * second + [(0.0, 0.0)] * neither
+    return [Pair("gemm", *one) for one in made]
+
+
+@given(st.integers(0, 9), st.integers(0, 15), st.integers(0, 15), st.integers(0, 9))
+def test_mcnemar_is_the_binomial_test(both: int, first: int, second: int, neither: int) -> None:
+    found = discordance(successes(both, first, second, neither))
+    assert (found.both, found.only_first, found.only_second, found.neither) == (both, first, second, neither)
+    assert found.pairs == both + first + second + neither
+    if first + second:
+        test = stats.binomtest(first, first + second)
+        assert found.p_two_sided == pytest.approx(test.pvalue)
+        assert found.p_greater == pytest.approx(stats.binomtest(first, first + second, alternative="greater").pvalue)
+    else:
+        assert found.p_two_sided == found.p_greater == 1.0
+
+
+def pairs_of(differences: list[float], targets: int = 1) -> list[Pair]:
+    return [Pair(str(index % targets), one, 0.0) for index, one in enumerate(differences)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.floats(-3, 3).map(lambda one: round(one, 3)), min_size=3, max_size=9))
+def test_all_sign_flips_are_scipys_permutation_test(differences: list[float]) -> None:
+    test = stats.permutation_test(
+        (differences,), statistics.fmean, permutation_type="samples", n_resamples=10_000, alternative="two-sided"
+    )
+    two_sided = sign_flip(pairs_of(differences))
+    assert two_sided == pytest.approx(test.pvalue, abs=1e-9)
+
+
+def test_sampled_sign_flips_agree_with_counted_ones() -> None:
+    generator = random.Random(1)
+    differences = [generator.gauss(0.5, 1) for _ in range(14)]
+    exact = sign_flip(pairs_of(differences))
+    sampled = sign_flip([*pairs_of(differences), Pair("0", 1.0, 1.0)])  # a pair of no difference changes nothing
+    assert sampled == pytest.approx(exact, abs=0.02)
+
+
+def test_a_sampled_p_value_is_never_zero() -> None:
+    assert 0 < sign_flip(pairs_of([1.0] * 40)) < 0.001
+
+
+def test_intervals_of_no_effect_hold_zero_as_often_as_they_say() -> None:
+    generator = random.Random(7)
+    held = 0
+    for trial in range(100):
+        offsets = {target: generator.gauss(0, 2) for target in range(8)}
+        pairs = [
+            Pair(str(target), offset + generator.gauss(0, 0.5), offset + generator.gauss(0, 0.5))
+            for target, offset in offsets.items()
+            for _ in range(5)
+        ]
+        interval = mean_difference(pairs, seed=trial)
+        held += interval.low <= 0 <= interval.high
+    # 95 of 100 are expected; a binomial of 0.95 is below 88 with probability 0.001
+    assert held >= 88
+
+
+@pytest.fixture(autouse=True)
+def fewer_resamples(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "held" in request.node.name or "hold" in request.node.name:
+        monkeypatch.setattr("pytest_klineage.lab.studies.paired.RESAMPLES", 500)
+
+
+def test_differences_between_targets_do_not_widen_an_interval() -> None:
+    near = [Pair("a", 1.0 + 0.01 * index, 0.0) for index in range(5)]
+    far = [Pair("b", 9.0 + 0.01 * index, 0.0) for index in range(5)]
+    interval = mean_difference([*near, *far])
+    assert interval.estimate == pytest.approx(5.02)
+    assert interval.high - interval.low < 0.05
+
+
+def test_a_geometric_mean_ratio_is_of_logarithms() -> None:
+    pairs = [Pair("gemm", math.log(4), math.log(2)), Pair("topk", math.log(1), math.log(2))]
+    assert geomean_ratio(pairs).estimate == pytest.approx(1.0)
+
+
+@given(st.dictionaries(st.text(max_size=3), st.floats(0, 1), min_size=1, max_size=6))
+def test_holm_rejects_what_the_step_down_rule_rejects(p_values: dict[str, float]) -> None:
+    adjusted = holm(p_values)
+    assert list(adjusted) == list(p_values)
+    for alpha in (0.01, 0.05, 0.2):
+        rejected = set()
+        for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+            if p * (len(p_values) - rank) > alpha:
+                break
+            rejected.add(name)
+        assert {name for name, p in adjusted.items() if p <= alpha} == rejected
+
+
+@pytest.mark.parametrize("use", [sign_flip, mean_difference])
+def test_nothing_is_said_about_no_pairs(use) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match="at least one pair"):
+        use([])

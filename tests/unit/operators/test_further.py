@@ -1,0 +1,320 @@
+"""Checks that nobody has declared: which there are, which are left out, and what they see."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pytest_klineage import UsageError, operator
+from pytest_klineage.channel import Channel
+from pytest_klineage.operators import OpenOperator, make_case, operator_of
+from pytest_klineage.operators.changes import CHANGES
+from pytest_klineage.operators.null_models import lint_case
+from pytest_klineage.operators.tolerance import Expected
+from pytest_klineage.records import KernelCase
+from pytest_klineage.records.messages import OpenCase, Stock
+from pytest_klineage.worker.oracle import Oracle
+from pytest_klineage.worker.problems import ProblemSet, Remade
+from pytest_klineage.worker.turns import Turns
+
+if TYPE_CHECKING:
+    from pytest_klineage.operators.base import Tensors
+
+ALL = tuple(CHANGES)
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def opened(case: KernelCase) -> ProblemSet:
+    return ProblemSet(OpenCase(case=case, secret="s", seeds=1, flush_bytes=0, threads=1))
+
+
+def checked(case: KernelCase) -> tuple[list[str], list[str]]:
+    """Names of the undeclared checks, and notes on those that are left out."""
+    found = opened(case)
+    own = {"well_conditioned", "one_element_changed", *operator_of(case).input_distributions}
+    names = [check.input_distribution for check in found.checks if check.input_distribution not in own]
+    return names, [note for note in found.notes if note.startswith("not checked")]
+
+
+@operator("x[M,N] -> y[M,N]", dtypes=("fp32", "bf16", "fp16"))
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.float(), -1).to(x.dtype)
+
+
+@operator("x[M,N], w[N] -> y[M,N]", dtypes=("fp32", "bf16", "fp16"))
+def layer_norm(x: torch.Tensor, w: torch.Tensor, *, eps: float = 1e-5) -> torch.Tensor:
+    wide = x.float()
+    away = wide - wide.mean(-1, keepdim=True)
+    return (away * torch.rsqrt(away.square().mean(-1, keepdim=True) + eps) * w.float()).to(x.dtype)
+
+
+@operator("a[M,K], b[K,N] -> c[M,N]", dtypes=("fp32", "bf16", "fp16"))
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+@operator("x[M,N] -> best[M]: int64", dtypes=("fp32",))
+def best(x: torch.Tensor) -> torch.Tensor:
+    return x.argmax(-1)
+
+
+@operator("x[N] -> y[N]", dtypes=("fp32",))
+def logarithm(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().log()
+
+
+@operator("x[N] -> y[N]", dtypes=("fp32",), options={"mode": ("plain", "other")})
+def power(x: torch.Tensor, *, negated: bool = False, exponent: int = 2, mode: str = "plain") -> torch.Tensor:
+    return (-1 if negated else 1) * x**exponent
+
+
+def norm_by(x: torch.Tensor, w: torch.Tensor, way: str) -> torch.Tensor:
+    """Layer norms as honest authors write them, in single precision."""
+    wide, size = x.float(), x.shape[1]
+    order = {"one_pass": wide, "backwards": wide.flip(1), "tree": wide.view(len(x), -1, 8).sum(-1)}[way]
+    mean = order.cumsum(1)[:, -1:] / size if way != "tree" else order.sum(1, keepdim=True) / size
+    squares = (wide.square().flip(1) if way == "backwards" else wide.square()).sum(1, keepdim=True) / size
+    centred = (wide - mean).square().mean(1, keepdim=True)
+    variance = (squares - mean.square()).clamp_min(0) if way == "one_pass" else centred
+    return ((wide - mean) / (variance + 1e-5).sqrt() * w.float()).to(x.dtype)
+
+
+# --- which there are --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_usual_operators_have_all(dtype: str) -> None:
+    assert checked(make_case(softmax, (17, 40), dtype, "torch")) == ([*ALL], [])
+    names, absent = checked(make_case(layer_norm, (16, 40), dtype, "torch"))
+    assert (names, absent) == ([*ALL, "eps=0.5", "eps=0.0001"], [])
+
+
+def test_what_the_definition_does_not_allow_is_left_out() -> None:
+    names, absent = checked(make_case(logarithm, (50,), "fp32", "torch"))
+    assert set(ALL) - set(names) == {"zeros"}
+    assert absent == ["not checked with zeros: the answer is not finite"]
+    # Answers of a million do not fit in fp16.
+    names, absent = checked(make_case(product, (16, 64, 16), "fp16", "torch"))
+    assert "mixed" not in names
+    assert "large" in names
+
+
+def test_integers_that_rounding_decides_are_left_out() -> None:
+    names, absent = checked(make_case(best, (20, 30), "fp32", "torch"))
+    assert "large" in names
+    assert not {"constant", "zeros"} & set(names)
+    assert any("the answer jumps" in note for note in absent)
+
+
+def test_a_user_switches_them_off_or_replaces_them() -> None:
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def checks(defaults: Any) -> list[str]:
+        found = operator("x[N] -> y[N]", dtypes=("fp32",), defaults=defaults)(doubled)
+        return list(found.further_names(make_case(found, (8,), "fp32", "torch")))
+
+    assert checks(False) == []
+    assert checks(("zeros", "large")) == ["zeros", "large"]
+    with pytest.raises(UsageError, match="unknown distribution in defaults= 'huge'"):
+        checks(("huge",))
+    found = operator("x[N] -> y[N]", dtypes=("fp32",))(doubled)
+    found.inputs("large")(lambda x: x * 4)
+    case = make_case(found, (8,), "fp32", "torch")
+    assert "large" not in found.further_names(case)
+    assert "large" in found.input_distributions
+
+
+def test_inputs_keep_what_the_users_default_makes_of_them() -> None:
+    @operator("p[M,N] -> y[M,N]", dtypes=("fp32",))
+    def entropy(p: torch.Tensor) -> torch.Tensor:
+        return p * p.log()
+
+    @entropy.inputs("default")
+    def probabilities(p: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(p.clamp(-40, 40), -1)
+
+    found = opened(make_case(entropy, (12, 30), "fp32", "torch"))
+    further = [check for check in found.checks if check.input_distribution in ALL]
+    assert len(further) >= 4
+    for check in further:
+        assert not isinstance(check, Remade)
+        assert torch.allclose(check.inputs["p"].sum(-1), torch.ones(12), atol=1e-5)
+
+
+def test_inputs_that_a_file_makes_itself_are_left_alone() -> None:
+    @operator("x[M,N] -> y[M,N]", dtypes=("fp32",))
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @doubled.inputs("default")
+    def own(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {"x": torch.rand(6, 7, generator=generator)}
+
+    assert checked(make_case(doubled, (6, 7), "fp32", "torch")) == ([], [])
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_other_value_of_an_option_is_a_check() -> None:
+    case = make_case(power, (30,), "fp32", "torch")
+    names = [name for name in power.further_names(case) if name not in ALL]
+    assert names == ["exponent=3", "negated=True"]
+    assert dict(power.further_case(case, "exponent=3").options) == {"exponent": 3}
+    found = opened(case)
+    cases = [layout.options for layout in found.layouts()]
+    assert cases == [{}, {"exponent": 3}, {"negated": True}]
+    check = next(check for check in found.checks if check.input_distribution == "negated=True")
+    assert not isinstance(check, Remade)
+    assert found.layout_of(check) == 2
+    assert not check.expected.accepts(power.baseline_output(case, check.inputs))
+    assert check.expected.accepts(power.baseline_output(check.case, check.inputs))
+
+
+def test_an_option_may_be_ignored() -> None:
+    def scaled(x: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+        return x + eps
+
+    free = operator("x[N] -> y[N]", dtypes=("fp32",))(scaled)
+    fixed = operator("x[N] -> y[N]", dtypes=("fp32",), may_ignore=("eps",))(scaled)
+    assert "eps=0.5" in free.further_names(make_case(free, (8,), "fp32", "torch"))
+    assert "eps=0.5" not in fixed.further_names(make_case(fixed, (8,), "fp32", "torch"))
+    assert lint_case(fixed, make_case(fixed, (64,), "fp32", "torch"), generator()) == []
+
+
+# --- what they see, and what they leave alone -------------------------------------------------------------------------
+
+
+def another_answer(chosen: OpenOperator, case: KernelCase) -> Tensors:
+    """The answer to inputs that are not those of `generator(3)`."""
+    return chosen.oracle(case, chosen.make_inputs(case, generator(4), "well_conditioned"))
+
+
+def problem(case: KernelCase, name: str) -> Expected:
+    chosen = operator_of(case)
+    assert isinstance(chosen, OpenOperator)
+    found = chosen.further_problem(case, name, generator(3), another_answer(chosen, case))
+    assert not isinstance(found, str), found
+    return found[1]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("way", ["one_pass", "backwards", "tree"])
+def test_honest_norms_pass_everywhere(way: str, name: str, dtype: str) -> None:
+    expected = problem(make_case(layer_norm, (16, 256), dtype, "torch"), name)
+    inputs = expected.inputs
+    assert expected.accepts({"y": norm_by(inputs["x"], inputs["w"], way)})
+
+
+def test_a_statistic_that_is_left_out_is_seen() -> None:
+    expected = problem(make_case(layer_norm, (16, 256), "bf16", "torch"), "large")
+    inputs = expected.inputs
+    assert not expected.accepts({"y": inputs["x"] * inputs["w"]})
+
+
+def test_a_softmax_without_its_maximum_is_seen() -> None:
+    case = make_case(softmax, (33, 40), "fp32", "torch")
+    for name, double in (("large", False), ("mixed", True)):
+        expected = problem(case, name)
+        powers = (expected.inputs["x"].double() if double else expected.inputs["x"]).exp()
+        assert not expected.accepts({"y": (powers / powers.sum(-1, keepdim=True)).float()})
+
+
+# --- how many elements may err ----------------------------------------------------------------------------------------
+
+
+@operator("x[N] -> y[N-2]", dtypes=("fp32",))
+def accelerated(x: torch.Tensor) -> torch.Tensor:
+    first, second = x[1:] - x[:-1], x[2:] - 2 * x[1:-1] + x[:-2]
+    return x[:-2] - first[:-1].square() / second
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_hard_element_excuses_itself_only(seed: int) -> None:
+    case = make_case(accelerated, (4096,), "fp32", "torch")
+    inputs = accelerated.make_inputs(case, generator(seed), "well_conditioned")
+    expected = Expected(accelerated, case, inputs)
+    honest = accelerated.baseline_output(case, inputs)["y"]
+    assert expected.bounds["y"] > 100
+    assert expected.accepts({"y": honest})
+    assert expected.accepts({"y": expected.outputs["y"].float()})
+    decimals = {"y": (expected.outputs["y"] * 1e3).round().div(1e3).float()}
+    assert not expected.accepts(decimals)
+    one_off = honest.clone()
+    one_off[0] += float(expected.units["y"][0]) * expected.bounds["y"] / 2
+    assert expected.accepts({"y": one_off})
+
+
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("secret", ["a", "b", "c"])
+def test_problems_of_8_bit_inputs_are_made(secret: str, kind: str) -> None:
+    @operator(f"x[M,N]: {kind}, s[M] -> y[M,N]", dtypes=("fp32",))
+    def dequantise(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return x.float() * s[:, None]
+
+    case = make_case(dequantise, (8, 8), "fp32", "torch")
+    found = ProblemSet(OpenCase(case=case, secret=secret, seeds=2, flush_bytes=0, threads=1))
+    assert "one_element_changed" in {check.input_distribution for check in found.planned()}
+
+
+# --- timed problems that are made before ------------------------------------------------------------------------------
+
+
+def test_slow_problems_come_from_a_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_klineage.worker.problems.NOVEL_LIMIT_S", 0.0)
+    case = make_case(softmax, (5, 6), "fp32", "torch")
+    found, turns = opened(case), Turns()
+    assert (found.has_symmetry, found.novel_is_cheap, found.stock_size, found.stock) == (True, False, 14, [])
+    found.make_stock()
+    assert len(found.stock) == 14
+    known = {id(problem) for problem in found.stock}
+    warm = [turns.next_view(found, fresh=True, timed=False)[0] for _ in range(40)]
+    assert not known & {id(view.problem) for view in warm}
+    views = [turns.next_view(found, fresh=True)[0] for _ in range(200)]
+    new = [id(view.problem) for view in views if id(view.problem) in known]
+    # Each once: a second time it would be known.
+    assert sorted(new) == sorted(known)
+    sums = {round(float(problem.inputs["x"].sum()), 4) for problem in found.stock}
+    assert len(sums) == 14
+
+
+def test_the_oracle_makes_the_stock_once_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_klineage.worker.problems.NOVEL_LIMIT_S", 0.0)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        oracle = Oracle(Channel(ours))
+    oracle.turns.problems = opened(make_case(softmax, (5, 6), "fp32", "torch"))
+    oracle.stock(Stock())
+    made = list(oracle.turns.problems.stock)
+    oracle.stock(Stock())
+    assert len(made) == 14
+    assert oracle.turns.problems.stock == made
+
+
+def test_a_stock_that_would_take_too_long_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_klineage.worker.problems.NOVEL_LIMIT_S", 0.0)
+    monkeypatch.setattr("pytest_klineage.worker.problems.STOCK_LIMIT_S", 0.0)
+    found = opened(make_case(softmax, (5, 6), "fp32", "torch"))
+    found.make_stock()
+    assert found.stock == []
+    assert any("none is made for timing" in note for note in found.notes)
+
+
+def test_large_checks_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(layer_norm, (6, 8), "fp32", "torch")
+    kept = opened(case)
+    monkeypatch.setattr("pytest_klineage.worker.problems.KEPT_ELEMENTS", 1)
+    again = opened(case)
+    assert kept.planned() == again.planned()
+    assert sum(isinstance(check, Remade) for check in again.checks) == 8
+    for index in range(len(kept.checks)):
+        assert torch.equal(kept.check(index).inputs["x"], again.check(index).inputs["x"])
+        assert kept.layout_of(kept.check(index)) == again.layout_of(again.check(index))

@@ -1,0 +1,94 @@
+"""Whose code a worker has mapped: real processes for what is read, made-up lines for what follows from it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from pytest_klineage.records.messages import Job
+from pytest_klineage.worker.mappings import MappedRange, foreign_code, mappings_of
+from pytest_klineage.worker.sandbox import containment
+
+NATIVE = Job(surface="cpp", artifact="/cache/cpp/1/kernel.so", workdir="/tmp/private", own_files_only=True)
+BEFORE = [MappedRange("/usr/lib/libm.so.6", 0x1000, 0x2000, True), MappedRange("[vdso]", 0x9000, 0xA000, True)]
+
+
+def code(path: str, start: int = 0x5000, size: int = 0x2000) -> MappedRange:
+    return MappedRange(path, start, start + size, True)
+
+
+def test_a_process_shows_its_files_and_its_nameless_code() -> None:
+    with mmap.mmap(-1, 8192, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as page:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+        found = mappings_of(os.getpid())
+        here = [one for one in found if one.start <= address < one.end]
+    assert [(one.path, one.executable) for one in here] in ([("", True)], [("/dev/zero (deleted)", True)])
+    assert any(one.executable and Path(one.path).name.startswith(("libc.so", "libc-", "ld-musl")) for one in found)
+
+
+def test_a_process_that_is_gone_has_mapped_nothing() -> None:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert mappings_of(child) == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/cache/cpp/1/kernel.so", "/usr/lib/libgomp.so.1.0.0", "/opt/gcc/lib64/libstdc++.so.6.0.33",
+        "/usr/lib/libmvec.so.1", "/usr/lib/libgcc_s.so.1",
+    ],
+)  # fmt: skip
+def test_the_artifact_and_the_runtime_are_its_own(path: str) -> None:
+    assert foreign_code([*BEFORE, code(path)], BEFORE, NATIVE) == ((), 0)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/usr/lib/libopenblas.so.0", "/usr/lib/libgfortran.so.5", "/usr/lib/libanything.so", "/tmp/private/notes.txt",
+        "/tmp/private/libm.so.6", "/memfd:libc.so.6 (deleted)", "/cache/cpp/2/kernel.so",
+    ],
+)  # fmt: skip
+def test_any_other_code_is_a_librarys(path: str) -> None:
+    assert foreign_code([*BEFORE, code(path)], BEFORE, NATIVE).libraries == (Path(path).name,)
+
+
+def test_what_is_no_code_is_no_library() -> None:
+    data = MappedRange("/tmp/private/table", 0x5000, 0x6000, False)
+    assert foreign_code([*BEFORE, data], BEFORE, NATIVE) == ((), 0)
+
+
+def test_code_over_a_file_of_the_template_is_seen() -> None:
+    over = [MappedRange("", 0x1000, 0x2000, True), BEFORE[1]]
+    assert foreign_code(over, BEFORE, unconfined(NATIVE)).libraries == ("4 KiB of code that no file holds",)
+
+
+def test_code_without_a_file_counts_where_libraries_can_be_read() -> None:
+    now = [*BEFORE, code(""), code("[stack]", 0x10000, 0x1000)]
+    narrow = foreign_code(now, BEFORE, NATIVE)
+    if containment.landlock_abi():
+        assert narrow == ((), 0x3000)
+    else:
+        assert narrow.libraries == ("12 KiB of code that no file holds",)
+    assert foreign_code(now, BEFORE, unconfined(NATIVE)) == (("12 KiB of code that no file holds",), 0)
+
+
+def test_a_worker_with_the_framework_is_held_to_names_alone() -> None:
+    job = Job(surface="python", workdir="/tmp/private")
+    now = [*BEFORE, code(""), code("/usr/lib/libanything.so"), code("/usr/lib/libopenblas.so.0", 0x20000)]
+    assert foreign_code(now, BEFORE, job) == (("libopenblas.so.0",), 0)
+    assert foreign_code([code("/tmp/private/x.so")], [], job).libraries == ("x.so",)
+    stubs = Job(surface="triton", workdir="/tmp/private", allow_processes=True)
+    assert foreign_code([code("/tmp/private/x.so")], [], stubs).libraries == ()
+
+
+def unconfined(job: Job) -> Job:
+    """The same job without a sandbox."""
+    return Job(surface=job.surface, artifact=job.artifact, workdir=job.workdir, own_files_only=True, sandbox=False)
