@@ -21,6 +21,8 @@ ARGS ?=
 WORKERS ?= 2
 MODULES ?=
 RAY_LIMIT ?= 900
+# Tests that judge real kernels are asked again where a busy machine has left a verdict open, and for nothing else.
+AGAIN ?= --reruns 2 --only-rerun '(?i)inconclusive'
 # Where there is a GPU, what judging on it needs as well.
 EXTRAS ?= cpu,cuda-build,triton,tilelang,llm,xdist,benchmark$(if $(shell command -v nvidia-smi),$(comma)cuda)
 comma := ,
@@ -54,7 +56,7 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 	@touch $@
 
 test: $(STAMP) | check-compiler
-	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) $(AGAIN) $(ARGS)
 
 # Apart from the others: Ray is a large dependency, and a cluster needs the machine to itself.
 test-ray: | check-compiler
