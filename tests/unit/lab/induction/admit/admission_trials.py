@@ -22,6 +22,7 @@ from pytest_klineage.records import (
     KernelCase,
     KernelSource,
     Lineage,
+    Machine,
     Precondition,
     PreconditionClass,
     Reason,
@@ -87,7 +88,7 @@ def verdict_of(source: KernelSource, case: KernelCase, code: Code, low: float = 
     scored = code.status.value in ("accepted", "slower", "inconclusive")
     return Verdict(
         case=case, status=code.status, reasons=(Reason(code=code, message="as it was"),), source_digest=source.digest,
-        timing=timing if scored else None,
+        timing=timing if scored else None, machine=Machine(platform="cpu", device="a CPU of tests"),
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def lineage_of(
     case = make_case(operator, shape, "fp32", "torch")
     naive, slow, again, fast = map(source_of, (NAIVE, SLOW, AGAIN, FAST))
     states = tuple(
-        state_of(position, name, source, verdict_of(source, case, Code.SLOWER_THAN_REQUIRED, position))
+        state_of(position, name, source, verdict_of(source, case, Code.SLOWER_THAN_REQUIRED, float(position)))
         for position, (name, source) in enumerate(zip(("naive", "columns", "rows"), (naive, slow, fast), strict=True))
     )
     steps = (

@@ -1,4 +1,4 @@
-"""The suite by `batch:` and exchange: all prompts and requests in one turn, real kernels and verdicts, then a replay."""
+"""The suite by `batch:` and exchange: all prompts and requests in one turn, real kernels, then a replay."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from pytest_klineage.records import AdmissionRule, CardStatus, SkillCard, TrialO
 
 TARGETS = "[cpu]\ngemm = [[96, 48, 64], [48, 96, 64]]\n"
 JUDGING = (
-    "--klineage-time-limit=0.3",
-    "--klineage-precision=0.3",
+    "--klineage-time-limit=1",
+    "--klineage-precision=0.08",
     "--klineage-seeds=1",
     "--klineage-busy-limit=1",
     "--klineage-spread-limit=1e6",
