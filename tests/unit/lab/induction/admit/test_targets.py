@@ -52,7 +52,7 @@ def test_a_card_without_an_effect_shows_nothing(stored: StoredLineage) -> None:
             targets_for(card_of(stored, effect=effect), [stored], SHAPES)
 
 
-def test_other_operators_then_other_shapes_then_its_own_predecessor(card: SkillCard, stored: StoredLineage) -> None:
+def test_other_operators_then_shapes_then_its_predecessor(card: SkillCard, stored: StoredLineage) -> None:
     other = lineage_of("conv2d", (1, 8, 12, 12, 16, 3, 1, 1))
     unlike = lineage_of("topk", (4, 256, 32), Category.SIMD)
     found = targets_for(card, [other, unlike, stored], SHAPES)
