@@ -15,10 +15,14 @@ from typing import Any
 import msgspec
 from tabulate import tabulate
 
+from pytest_klineage.lab.induction.admit_store import TRIAL_FILE, TrialRecord, trial_folders
+from pytest_klineage.lab.library.cards import card_folders, read_card
 from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.lab.library.lineages import read_json
+from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
 from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
-from pytest_klineage.records import Timing, Verdict
+from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
 from pytest_klineage.results.runs import Record
@@ -159,6 +163,72 @@ def counts_of(pairs: list[Pair]) -> tuple[int, int, int]:
     return (len(pairs), sum(pair.first > 0 for pair in pairs), sum(pair.second > 0 for pair in pairs))
 
 
+def trials() -> str:
+    """How many cards each rule lets in, by platform, and every trial behind that."""
+    made = [(read_card(folder), trial_records(folder)) for folder in card_folders(ROOT / "skills")]
+    counts = [
+        counts_by_rule(platform, [records for card, records in made if card.origins[0].platform == platform])
+        for platform in sorted({card.origins[0].platform for card, _ in made})
+    ]
+    rows = [trial_row(card, record) for card, records in made for record in records]
+    headers = ("card", "target", "which is", "rule", "expected", "asked", "reached", "outcome")
+    return (
+        f"{tabulate(counts, ('platform', 'cards', *RULES.values()), tablefmt='pipe')}\n\n"
+        f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
+    )
+
+
+RULES = {
+    AdmissionRule.STRICT: "strict",
+    AdmissionRule.PREDECESSOR: "own predecessor (the paper's)",
+    AdmissionRule.SQUARE_ROOT: "square root (until November 2026)",
+}
+"""Rules of admission, as headers name them."""
+
+
+def trial_records(folder: Path) -> list[TrialRecord]:
+    """The records of a card's trials, in their order."""
+    return [read_json(trial / TRIAL_FILE, TrialRecord) for trial in trial_folders(folder)]
+
+
+def counts_by_rule(platform: str, of_cards: list[list[TrialRecord]]) -> list[str]:
+    """Cards of a platform, and by rule how many of those that were tried succeeded."""
+    by_rule = [[[one.trial for one in records if one.trial.rule is rule] for records in of_cards] for rule in RULES]
+    won = [sum(any(map(succeeded, own)) for own in each) for each in by_rule]
+    tried = [sum(map(bool, each)) for each in by_rule]
+    shares = [f"{count} of {total}" if total else "-" for count, total in zip(won, tried, strict=True)]
+    return [platform, str(len(of_cards)), *shares]
+
+
+def succeeded(trial: Trial) -> bool:
+    """Whether the effect was there."""
+    return trial.outcome is TrialOutcome.SUCCESS
+
+
+def trial_row(card: SkillCard, record: TrialRecord) -> list[str]:
+    """One trial; a trial of old expected the card's own effect."""
+    trial, own = record.trial, card.effect.speedup
+    expected = trial.expected or (own.estimate if own is not None else None)
+    reached = interval_text(trial.speedup) if trial.speedup is not None else "-"
+    code = f" (`{trial.code.value}`)" if trial.code is not None else ""
+    figures = (f"{ratio(expected)}x" if expected else "-", f"{ratio(record.case.at_least)}x", reached)
+    return [
+        f"`{card.name}`",
+        f"`{record.case.id}`",
+        place(card, record),
+        trial.rule.value,
+        *figures,
+        f"{trial.outcome.value}{code}",
+    ]
+
+
+def place(card: SkillCard, record: TrialRecord) -> str:
+    """What is held out about the place of a trial."""
+    if record.case.operator not in {origin.operator for origin in card.origins}:
+        return "another operator"
+    return "another shape" if record.trial.held_out else "its own"
+
+
 def judged_in(name: str) -> list[tuple[str, Verdict]]:
     """Node ids and verdicts of a file of records below results/."""
     lines = (ROOT / "results" / name).read_text().splitlines()
@@ -171,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-domains": domains,
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
+    "trials": trials,
 }
 
 

@@ -151,7 +151,7 @@ def _trial_lines(card: SkillCard) -> Iterable[str]:
         where = f"{context_text(trial.context)}{'' if trial.held_out else ', not held out'}"
         yield from _wrapped(f"{number:3d}. {trial.outcome.value}{code} on {where}", "     ")
         facts = [speedup_text(trial.speedup) if trial.speedup is not None else "", trial.tried_at, trial.method]
-        facts += [trial.source_digest[:12], "imported" if trial.imported else ""]
+        facts += [trial.source_digest[:12], "imported" if trial.imported else f"rule: {trial.rule.value}"]
         for text in ("; ".join(fact for fact in facts if fact), trial.note):
             yield from (_wrapped(f"     {text}", "     ") if text else ())
 

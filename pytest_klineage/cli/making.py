@@ -123,7 +123,7 @@ def run_admit(arguments: argparse.Namespace) -> int:
         def one(folder: Path) -> bool:
             targets = open_targets(folder, lineages, shapes, gate.platform)
             if not targets:
-                say(f"{folder.name}: no target is left to try it on; add shapes to {arguments.targets}")
+                say(f"{folder.name}: no target is left to try it on")
             admit_card(
                 folder, targets, lineages, models,
                 lambda case, source, against: judged_in_peace(judge, case, source, against), machine,

@@ -5,33 +5,32 @@ from __future__ import annotations
 import itertools
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.errors import UsageError
-from pytest_klineage.lab.induction.admit import REPAIRS, Compare, problem_with, roundtrip
+from pytest_klineage.errors import UsageError, Waiting, WaitsForVerdict
+from pytest_klineage.lab.induction.admit import REPAIRS, Compare, basis, problem_with, roundtrip, settled
 from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
-from pytest_klineage.lab.induction.admit_targets import AdmissionTarget, Shapes, targets_for
+from pytest_klineage.lab.induction.admit_targets import TRIALS, AdmissionTarget, Shapes, targets_for
 from pytest_klineage.lab.induction.lift import Lift, lift
 from pytest_klineage.lab.induction.lift_groups import Group
 from pytest_klineage.lab.induction.lineage_store import induce, trajectory_settings
 from pytest_klineage.lab.induction.verdicts import Judge, VerdictFile
 from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
-from pytest_klineage.lab.library.cards import find_cards, read_card, with_trials, write_card
+from pytest_klineage.lab.library.cards import find_cards, read_card, untried, with_trials, write_card
 from pytest_klineage.lab.library.experts import Expert
 from pytest_klineage.lab.library.lineages import FOLDER, StoredLineage, find_all, load_lineage, verify_lineage
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.instructions import instructions_for
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.operators import paper_case
-from pytest_klineage.records import CardStatus, KernelCase, KernelSource, SkillCard, Verdict
+from pytest_klineage.records import KernelCase, KernelSource, SkillCard, Verdict
 
 LIFTS = "lifts"
 """Folder beside the cards that keeps the conversations of lifting."""
-MAX_TARGETS = 2
-"""New targets that a card is tried on in one call."""
 INSTRUCTION_SETS = (
     "avx2", "fma", "avx512f", "avx512vl", "avx512bw", "avx512dq", "avx512_vnni", "avx512_bf16", "amx_tile",
 )  # fmt: skip
@@ -110,30 +109,42 @@ def read_shapes(path: Path, platform: str) -> Shapes:
 def open_targets(
     folder: Path, lineages: Sequence[StoredLineage], shapes: Mapping[str, Sequence[tuple[int, ...]]], platform: str
 ) -> list[AdmissionTarget]:
-    """Where a card can still be tried on this platform."""
-    done = tried([read_trial(path) for path in trial_folders(folder)])
+    """Where a card can still be tried on this platform; none by a rule whose trials are all made."""
+    trials = [read_trial(path) for path in trial_folders(folder)]
+    done, made = tried(trials), Counter(trial.target.rule for trial in trials)
     found = targets_for(read_card(folder), lineages, shapes)
-    return [target for target in found if target.name not in done and target.platform == platform]
+    return [
+        target for target in found
+        if target.name not in done and target.platform == platform and made[target.rule] < TRIALS[target.rule]
+    ]  # fmt: skip
 
 
 def admit_card(
     folder: Path, targets: Iterable[AdmissionTarget], lineages: list[StoredLineage], models: Models, compare: Compare,
-    machine: str, report: Report,
+    machine: str, report: Report, *, repairs: int = REPAIRS,
 ) -> list[str]:  # fmt: skip
-    """Try a candidate on targets until it is admitted, at most MAX_TARGETS times. Returns how each attempt ended.
+    """Try a card on open targets, as often as each rule says; all trials go forward together. Returns how each ended.
 
-    Every trial is stored beside the card and written into its log. Raises KlineageError for what ends a trial without
-    an outcome, Waiting among it: resume the trajectory then.
+    Every trial is stored beside the card and written into its log. Raises Waiting once every trial has got as far as
+    it gets, and KlineageError for what else ends a trial without an outcome: resume the trajectory then.
     """
-    attempts: list[str] = []
+    left = Counter(TRIALS) - Counter(read_trial(path).target.rule for path in trial_folders(folder))
+    attempts, waits = list[str](), list[Waiting]()
     for target in targets:
-        if len(attempts) == MAX_TARGETS or read_card(folder).status is not CardStatus.CANDIDATE:
-            break
-        if problem := problem_with(target, compare):
-            report(problem)
+        if not left[target.rule]:
             continue
-        attempts.append(_attempt(folder, target, lineages, models, compare, machine))
-        report(attempts[-1])
+        try:
+            done = _attempt(folder, target, lineages, models, compare, machine, report, repairs)
+        except Waiting as waiting:
+            waits.append(waiting)
+        else:
+            if done is None:
+                continue
+            attempts.append(done)
+            report(done)
+        left[target.rule] -= 1
+    if waits:
+        raise waits[0]
     return attempts
 
 
@@ -148,24 +159,46 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def _attempt(
-    folder: Path, target: AdmissionTarget, lineages: list[StoredLineage], models: Models, compare: Compare, machine: str
-) -> str:
-    """One trial: held, stored, and written into the card's log. Returns how it ended."""
-    card = read_card(folder)
+    folder: Path, target: AdmissionTarget, lineages: list[StoredLineage], models: Models, compare: Compare,
+    machine: str, report: Report, repairs: int,
+) -> str | None:  # fmt: skip
+    """One trial: held, stored, and written into the card's log. Returns how it ended, None for a target of no use.
+
+    The verdict on the state and the first prompt are asked for in one turn.
+    """
+    card = untried(read_card(folder))
+    verdict: Verdict | None = None
+    waits: WaitsForVerdict | None = None
+    try:
+        verdict = basis(target, compare)
+    except WaitsForVerdict as waiting:
+        waits = waiting
+    if verdict is not None:
+        if problem := problem_with(target, verdict):
+            report(problem)
+            return None
+        target = settled(target, verdict)
     name = f"admission/{card.name}/{target.name}"
-    session = models.session(name, settings={"card": card.name, "target": target.name, "repairs": str(REPAIRS)})
+    session = models.session(name, settings={"card": card.name, "target": target.name, "repairs": str(repairs)})
     verdicts = VerdictFile(models.path(name).with_suffix(".verdicts.jsonl"))
 
     def judged(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
-        verdict = compare(case, source, against)
-        verdicts.append(verdict)
-        return verdict
+        if waits is not None:
+            raise waits
+        found = compare(case, source, against)
+        verdicts.append(found)
+        return found
 
-    done = roundtrip(card, target, session, judged, machine=machine)
+    done = roundtrip(card, target, session, judged, repairs=repairs, machine=machine)
+    if waits is not None:
+        raise waits
     session.close()
     if done.trial is None:
         return f"{done.message}; go on with --klineage-resume={name}"
-    save_trial(folder, card.name, done, trajectory=session.trajectory.path, verdicts=verdicts.path, lineages=lineages)
+    save_trial(
+        folder, card.name, done, trajectory=session.trajectory.path, verdicts=verdicts.path, basis=verdict,
+        lineages=lineages,
+    )  # fmt: skip
     write_card(folder.parent, with_trials(read_card(folder), [done.trial]))
     return f"{done.message} (${done.spent_usd:.2f})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_klineage.records.architectures import GPU_PLATFORMS, GpuPlatform, Peaks, Product
 from pytest_klineage.records.card import (
+    AdmissionRule,
     CardScope,
     CardStatus,
     Carrier,
@@ -90,6 +91,7 @@ __all__ = [
     "INSTRUCTIONS",
     "PLATFORMS",
     "SCHEMA_VERSION",
+    "AdmissionRule",
     "Answered",
     "Arena",
     "Asked",

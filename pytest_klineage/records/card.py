@@ -68,6 +68,17 @@ class TrialOutcome(StrEnum):
     OUT_OF_BUDGET = "out_of_budget"
 
 
+class AdmissionRule(StrEnum):
+    """Where a trial began, and how much of the expected effect it had to show."""
+
+    STRICT = "strict"
+    """Another operator's kernel, or one at another shape that is not what the card's own step began from; 70 %."""
+    PREDECESSOR = "predecessor"
+    """The paper's: the very kernel that the card's own step began from; 70 % as well. It admits no card here."""
+    SQUARE_ROOT = "square_root"
+    """Until November 2026: another operator, or the card's own predecessor at another shape; the square root of it."""
+
+
 class Carrier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The hint that bears code. It goes into prompts verbatim."""
 
@@ -163,6 +174,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tried_at: str = ""
     """UTC, ISO 8601."""
     note: str = ""
+    rule: AdmissionRule = AdmissionRule.SQUARE_ROOT
+    expected: float | None = None
+    """Speedup of the lineage's own step, of which the rule asks for a part; None where the card's own was meant."""
     imported: bool = False
     """Taken over from elsewhere: not judged by this gate, and no reason to admit the card."""
 

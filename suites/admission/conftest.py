@@ -16,10 +16,11 @@ from pytest_klineage.lab.induction.admit import Compare
 from pytest_klineage.lab.induction.admit_targets import Shapes
 from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.induction.verdicts import GateJudge, judged_in_peace
-from pytest_klineage.lab.library.lineages import StoredLineage
+from pytest_klineage.lab.library.lineages import StoredLineage, judged_on
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.making import read_shapes, verified_lineages
+from pytest_klineage.lab.optimizers.instructions import machine_text
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
@@ -71,6 +72,14 @@ def trial_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGat
     """The gate that trials are judged by."""
     with gate_with(klineage_session, TRIAL) as gate:
         yield gate
+
+
+@pytest.fixture(scope="session")
+def machine(klineage_session: KlineageSession, trial_gate: Gate | ExecutorGate, lineages: list[StoredLineage]) -> str:
+    """The machine in a line; of a judge elsewhere that on which the lineages were judged: prompts need not wait."""
+    known = [judged_on(stored.lineage) for stored in lineages if stored.lineage.platform == trial_gate.platform]
+    there = next(filter(None, known), None) if klineage_session.elsewhere else None
+    return machine_text(there or trial_gate.machine(), threads=trial_gate.settings.threads)
 
 
 @pytest.fixture(scope="session")

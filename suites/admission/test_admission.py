@@ -1,7 +1,10 @@
 """Skill cards: whole, still working, and admitted by trials on held-out targets. One test per card.
 
-Without a language model what is committed is validated again; with one, candidates are tried; with
---klineage-llm=replay the stored trials are replayed.
+Without a language model what is committed is validated again; with one, cards are tried; with --klineage-llm=replay the
+stored trials are replayed. All trials go forward together, one attempt each:
+
+pytest suites/admission/test_admission.py --platform sm90 -k sm90 --steps 1 --klineage-executor batch:JUDGE \\
+    --klineage-llm exchange --klineage-exchange REPLIES --klineage-model NAME --klineage-trajectories DIR
 """
 
 from __future__ import annotations
@@ -24,11 +27,10 @@ from pytest_klineage.lab.library.lint import lint_folder
 from pytest_klineage.lab.library.rendering import speedup_text
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.making import admit_card, open_targets
-from pytest_klineage.lab.optimizers.instructions import machine_text
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
-from pytest_klineage.records import CardStatus, TrialOutcome
+from pytest_klineage.records import CardStatus, Trial, TrialOutcome
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -61,7 +63,7 @@ def test_card_still_works(
     if read_card(folder).status is not CardStatus.ADMITTED:
         pytest.skip("not admitted")
     trials = [read_trial(path) for path in trial_folders(folder)]
-    success = [trial for trial in trials if trial.record.trial.outcome is TrialOutcome.SUCCESS][-1]
+    success = [trial for trial in trials if admits(trial.record.trial)][-1]
     target, kernel = success.target, success.kernel
     if kernel is None or target.platform != klineage_session.platform:
         pytest.skip(f"admitted on {target.platform}; this is {klineage_session.platform}")
@@ -77,20 +79,26 @@ def test_card_still_works(
 
 def test_admit(
     folder: Path, lineages: list[StoredLineage], shapes: Shapes, klineage_models: Models, carefully: Compare,
-    trial_gate: Gate | ExecutorGate, needs: Callable[[str], None], say: Callable[[str], None],
+    trial_gate: Gate | ExecutorGate, machine: str, needs: Callable[[str], None], say: Callable[[str], None],
+    pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
     needs("model")
-    if (status := read_card(folder).status) is not CardStatus.CANDIDATE:
-        pytest.skip(status.value)
+    if (card := read_card(folder)).status is CardStatus.RETIRED:
+        pytest.skip(card.status.value)
+    if trial_gate.platform not in {origin.platform for origin in card.origins}:
+        pytest.skip(f"it is not from {trial_gate.platform}")
     targets = open_targets(folder, lineages, shapes, trial_gate.platform)
+    if not targets and card.log:
+        pytest.skip(f"{card.status.value}; every trial is made")
     if not targets:
-        pytest.fail("no target is left to try it on; add shapes to targets.toml", pytrace=False)
-    machine = machine_text(trial_gate.machine(), threads=trial_gate.settings.threads)
+        pytest.fail("no target is there to try it on; add shapes to targets.toml", pytrace=False)
+    steps = pytestconfig.getoption("--steps") or 1 + REPAIRS
     try:
         attempts = admit_card(
-            folder, targets, lineages, klineage_models, carefully, machine, lambda line: say(f"{folder.name}: {line}")
-        )
+            folder, targets, lineages, klineage_models, carefully, machine, lambda line: say(f"{folder.name}: {line}"),
+            repairs=steps - 1,
+        )  # fmt: skip
     except Waiting:
         raise
     except KlineageError as error:
@@ -98,6 +106,11 @@ def test_admit(
     if read_card(folder).status is not CardStatus.ADMITTED:
         said = "\n".join(attempts or ["no target is of any use"])
         pytest.fail(f"{folder.name} is not admitted:\n{said}", pytrace=False)
+
+
+def admits(trial: Trial) -> bool:
+    """Whether a trial is a reason to admit its card."""
+    return trial.held_out and trial.outcome is TrialOutcome.SUCCESS
 
 
 def test_replayed_trial(

@@ -18,10 +18,9 @@ import pytest
 from pytest_klineage import KlineageSession
 from pytest_klineage.lab.induction.derive import KEPT, derive
 from pytest_klineage.lab.induction.verdicts import GateJudge
-from pytest_klineage.lab.library.lineages import find_hand_made, load_lineage, read_record
+from pytest_klineage.lab.library.lineages import find_hand_made, judged_on, load_lineage, read_record
 from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
-from pytest_klineage.records import Lineage, Machine
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.plugin import Models
@@ -81,9 +80,3 @@ def contract(step: Step, session: KlineageSession) -> str:
         stored.lineage.case, source.surface, session.platform, source.entry, source.flags, machine=machine,
         reference=REFERENCE,
     )  # fmt: skip
-
-
-def judged_on(lineage: Lineage) -> Machine | None:
-    """The machine on which the author's states were judged: a prompt can be written before the judge is there."""
-    found = [state.verdict.machine for state in lineage.states if state.verdict is not None]
-    return found[-1] if found else None

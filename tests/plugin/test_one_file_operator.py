@@ -145,15 +145,16 @@ def test_lineage_and_cards(kernel_gate, tmp_path):
     origin = Context(
         operator=by_alias("scan"), shape={"M": 48, "N": 40}, dtype="fp32", surface=Surface.CPP, platform="cpu"
     )
+    digest = stored.lineage.transitions[0].digest
     card = SkillCard(
         name="sum-in-float", status=CardStatus.ADMITTED, category=Category.SIMD, intent="Sum in float.", anchor="a sum",
         carrier=Carrier(kind=CarrierKind.ANNOTATION, language="text", text="float"), origins=(origin,),
         preconditions=(), scope=CardScope(),
-        evidence=(Evidence("prefix_sum/cpu-cpp", stored.lineage.transitions[0].digest),),
-        effect=Effect(summary="Fewer instructions.", speedup=Interval(1.5, 1.4, 1.6)),
+        evidence=(Evidence("prefix_sum/cpu-cpp", digest),),
+        effect=Effect(summary="Fewer instructions.", speedup=Interval(1.5, 1.4, 1.6), span=(digest,)),
     )
     (target,) = targets_for(card, [stored], {"prefix_sum": [(6, 7)]})
-    assert target.context.shape == {"M": 6, "N": 7}
+    assert target.context.shape == {"M": 48, "N": 40}
     for name, shape, like in (("gemm", (8, 8, 8), 0.5), ("topk", (8, 8, 4), 0.0)):
         wanted = RetrievalTarget(case=make_case(name, shape, "fp32", "torch"), surface=Surface.CPP, platform="cpu")
         (match,) = CardIndex([card]).retrieve(wanted).matches

@@ -13,13 +13,16 @@ from typing import TypeAlias
 import msgspec
 
 from pytest_klineage.lab.induction.admit_targets import AdmissionTarget
+from pytest_klineage.lab.induction.lift_groups import LEAST_EFFECT
 from pytest_klineage.lab.induction.one_card import OneCard
+from pytest_klineage.lab.library.rendering import speedup_text
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.instructions import instructions_for
 from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.optimizers.session import EndReason, OptimizationResult, optimize
 from pytest_klineage.lab.optimizers.task import Observation, StepProgress, Task
 from pytest_klineage.records import (
+    AdmissionRule,
     KernelCase,
     KernelSource,
     SkillCard,
@@ -28,6 +31,7 @@ from pytest_klineage.records import (
     TrialOutcome,
     Verdict,
 )
+from pytest_klineage.records.lineage import inverse
 
 REPAIRS = 2
 """Turns in which a model may correct its kernel by what the gate said."""
@@ -70,7 +74,7 @@ def roundtrip(
 ) -> Roundtrip:
     """Have a model materialize the card on the target's state, and let the gate say whether the effect is there.
 
-    Whether the state is of any use is asked before, by `problem_with`. The model gets the card, the contract and the
+    Whether the state is of any use is asked beside it, by `basis`. The model gets the card, the contract and the
     state, nothing else; `machine` is a line about the machine for the contract. A spent budget ends the trial, and is
     its outcome. Raises UsageError, TrajectoryMismatch among them, and HarnessError; resume the session then.
     """
@@ -88,13 +92,27 @@ def roundtrip(
     )  # fmt: skip
 
 
-def problem_with(target: AdmissionTarget, compare: Compare) -> str:
-    """Why the target proves nothing: its state, against itself, is not right at this shape here. Empty if it is."""
-    verdict = compare(target.case, target.state, target.state)
-    if verdict.scored:
-        return ""
+def basis(target: AdmissionTarget, compare: Compare) -> Verdict:
+    """The state against itself, or against the kernel that its lineage's step leads to, where that was not timed."""
+    return compare(target.case, target.state, target.after or target.state)
+
+
+def problem_with(target: AdmissionTarget, verdict: Verdict) -> str:
+    """Why the target proves nothing, by its basis: the state is wrong there, or its lineage's own step does not pay."""
     reason = verdict.reasons[0]
-    return f"the state is of no use at {target.case.id}: {reason.code.value}: {reason.message}"
+    if not verdict.scored or verdict.timing is None:
+        return f"the state is of no use at {target.case.id}: {reason.code.value}: {reason.message}"
+    own = inverse(verdict.timing.speedup)
+    if target.expected is None and (own.low <= 1 or own.estimate < LEAST_EFFECT):
+        return f"{target.why}: that step shows no effect of its own: {speedup_text(own)}"
+    return ""
+
+
+def settled(target: AdmissionTarget, verdict: Verdict) -> AdmissionTarget:
+    """The target with what is expected there, by a basis without a problem."""
+    if target.expected is not None or verdict.timing is None:
+        return target
+    return target.expecting(inverse(verdict.timing.speedup).estimate)
 
 
 def shows_effect(verdict: Verdict, expected: float) -> bool:
@@ -146,13 +164,15 @@ def _trial(target: AdmissionTarget, outcome: OptimizationResult, deciding: Obser
     return Trial(
         context=target.context,
         outcome=_outcome(target, outcome, verdict),
-        held_out=True,
+        held_out=target.rule is not AdmissionRule.PREDECESSOR,
         code=verdict.code if verdict is not None else None,
         speedup=timing.speedup if timing is not None else None,
         source_digest=verdict.source_digest if verdict is not None else "",
         method=method,
         tried_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         note=_trial_note(target, outcome),
+        rule=target.rule,
+        expected=target.expected,
     )
 
 

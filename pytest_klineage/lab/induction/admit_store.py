@@ -4,6 +4,7 @@ skills/<card>/trials/<number>-<case>/
     trial.json          the record: target, outcome, names of the files below
     trajectory.jsonl    prompts and replies, as the session wrote them
     verdicts.jsonl      every verdict with its samples, in order
+    basis.json          the verdict on the state, before any kernel of the model; older trials have none
     state.*, kernel.*   the fresh state, and the kernel that the trial is about, if there is one; a state of a lineage
                         is named by the lineage's folder and its digest, and has no file here
 """
@@ -37,6 +38,7 @@ from pytest_klineage.results.storage import record_json, write_atomically
 
 FOLDER = "trials"
 TRIAL_FILE, TRAJECTORY_FILE, VERDICTS_FILE = "trial.json", "trajectory.jsonl", "verdicts.jsonl"
+BASIS_FILE = "basis.json"
 
 
 class StoredKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +94,7 @@ def save_trial(
     *,
     trajectory: Path,
     verdicts: Path,
+    basis: Verdict | None = None,
     lineages: Sequence[StoredLineage] = (),
 ) -> StoredTrial:
     """Write a trial below the card's folder, with copies of its trajectory and verdicts, and read it back.
@@ -120,6 +123,8 @@ def save_trial(
         shutil.copyfile(trajectory, directory / TRAJECTORY_FILE)
         # Nothing was judged where no reply held a kernel.
         write_atomically(directory / VERDICTS_FILE, verdicts.read_bytes() if verdicts.exists() else b"")
+        if basis is not None:
+            write_atomically(directory / BASIS_FILE, record_json(basis))
         write_atomically(directory / TRIAL_FILE, record_json(record))
     except OSError as error:
         raise UsageError(f"the trial {directory} cannot be written: {error.strerror or error}") from error
@@ -137,6 +142,7 @@ def read_trial(directory: Path) -> StoredTrial:
     record = read_json(path, TrialRecord)
     target = AdmissionTarget(
         case=record.case, platform=record.platform, surface=record.surface, prior=record.prior, why=record.why,
+        rule=record.trial.rule, expected=record.trial.expected,
         state=_source(directory, record.surface, record.state, "state"),
     )  # fmt: skip
     kernel = _source(directory, record.surface, record.kernel, "kernel") if record.kernel is not None else None

@@ -100,6 +100,11 @@ def with_trials(card: SkillCard, trials: Iterable[Trial]) -> SkillCard:
     return logged
 
 
+def untried(card: SkillCard) -> SkillCard:
+    """The card as it was before anything was tried with it."""
+    return msgspec.structs.replace(card, status=CardStatus.CANDIDATE, log=())
+
+
 def check_name(name: str) -> None:
     """Raises UsageError unless the name can be that of a card and its folder."""
     if len(name) > NAME_LIMIT or not NAME.fullmatch(name):

@@ -22,6 +22,7 @@ from pytest_klineage.records import (
     KernelSource,
     Lineage,
     LineageState,
+    Machine,
     SourceFile,
     StateFile,
     Status,
@@ -153,6 +154,12 @@ def find_hand_made(experts: Path) -> list[Path]:
 def find_all(experts: Path) -> list[Path]:
     """Folders of the lineages below experts/, walked ones first."""
     return find_lineages(experts) + find_hand_made(experts)
+
+
+def judged_on(lineage: Lineage) -> Machine | None:
+    """The machine on which the author's states were judged: a prompt can be written before the judge is there."""
+    found = [state.verdict.machine for state in lineage.states if state.verdict is not None]
+    return found[-1] if found else None
 
 
 def verify_lineage(stored: StoredLineage) -> None:

@@ -182,6 +182,7 @@ def _trial(trial: Trial) -> str:
         trial.outcome.value,
         f"on {context_text(trial.context)}",
         "held out" if trial.held_out else "not held out",
+        f"by the rule {trial.rule.value}" if not trial.imported else "",
         f"`{trial.code.value}`" if trial.code is not None else "",
         speedup_text(trial.speedup) if trial.speedup is not None else "",
         f"source `{trial.source_digest}`" if trial.source_digest else "",

@@ -48,8 +48,9 @@ def test_every_trial_is_listed(shown: Callable[..., str]) -> None:
     lines = text.splitlines()
     assert lines[0] == "gemm-simd: admitted, 2 trials, 1 held out and won"
     assert lines[1] == "  1. rejected (wrong_value.mismatch) on gemm-96x96x96-fp32 (cpu cpp)"
-    assert lines[2] == "     2026-11-21T12:00:00Z; exchange:toy; abababababab"
-    assert "  2. success (accepted.faster) on gemm-96x96x96-fp32 (cpu cpp)\n     1.5x [1.4, 1.6]\n" in text
+    assert lines[2] == "     2026-11-21T12:00:00Z; exchange:toy; abababababab; rule: square_root"
+    second = "  2. success (accepted.faster) on gemm-96x96x96-fp32 (cpu cpp)"
+    assert f"{second}\n     1.5x [1.4, 1.6]; rule: square_root\n" in text
     assert max(map(len, lines)) <= WIDTH
 
 

@@ -56,7 +56,7 @@ def test_everything_that_a_card_says_is_in_its_prompt(make_card: MakeCard) -> No
     assert card.evidence[0].transition in text
     assert card.risks[0].text in text
     assert "1.5x [1.4, 1.6]" in text
-    assert "rejected; on gemm-96x96x96-fp32 (cpu cpp) after tile_stage; held out; `wrong_value.mismatch`" in text
+    assert "rejected; on gemm-96x96x96-fp32 (cpu cpp) after tile_stage; held out; by the rule square_root" in text
     assert "width: 8" in text
 
 

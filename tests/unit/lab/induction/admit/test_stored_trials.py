@@ -15,15 +15,16 @@ from admission_trials import (
 )
 
 from pytest_klineage.errors import BadRecord, UsageError
-from pytest_klineage.lab.induction.admit import Compare, roundtrip
+from pytest_klineage.lab.induction.admit import Compare, basis, roundtrip
 from pytest_klineage.lab.induction.admit_store import read_trial, read_verdicts, save_trial, trial_folders, tried
-from pytest_klineage.lab.induction.admit_targets import AdmissionTarget
-from pytest_klineage.lab.library.lineages import StoredLineage, save_lineage
+from pytest_klineage.lab.induction.admit_targets import AdmissionTarget, targets_for
+from pytest_klineage.lab.library.lineages import StoredLineage, read_json, save_lineage
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import (
     SkillCard,
+    Verdict,
 )
 
 
@@ -32,8 +33,11 @@ def test_a_trial_is_stored_and_read_and_replayed(
 ) -> None:
     done = run(block(BAD), block(FAST))
     folder = tmp_path / "skills" / card.name
-    saved = save_trial(folder, card.name, done, trajectory=run.trajectory, verdicts=run.verdicts)
+    first = basis(target, judge)
+    saved = save_trial(folder, card.name, done, trajectory=run.trajectory, verdicts=run.verdicts, basis=first)
     assert saved.directory.name == "01-gemm-96x48x64-fp32"
+    assert read_json(saved.directory / "basis.json", Verdict) == first
+    assert (saved.target.rule, saved.target.expected) == (target.rule, target.expected)
     assert [path.name for path in trial_folders(folder)] == [saved.directory.name]
     read = read_trial(saved.directory)
     assert read == saved
@@ -55,7 +59,7 @@ def test_a_trial_is_stored_and_read_and_replayed(
 def test_a_state_of_a_lineage_is_referred_to(
     run: Any, card: SkillCard, stored: StoredLineage, tmp_path: Path
 ) -> None:  # fmt: skip
-    done = run(block(FAST))
+    done = run(block(FAST), target=targets_for(card, [stored], {})[-1])
     at = save_lineage(tmp_path / "experts" / "lineage", stored.lineage, stored.sources)
     folder, files = tmp_path / "skills" / card.name, {"trajectory": run.trajectory, "verdicts": run.verdicts}
     saved = save_trial(folder, card.name, done, **files, lineages=[at])

@@ -10,6 +10,7 @@ import msgspec
 from admission_trials import (
     BAD,
     BY_COLUMN,
+    BY_COLUMN_AGAIN,
     BY_ROW,
     FAST,
     NO_KERNEL,
@@ -21,14 +22,15 @@ from admission_trials import (
 )
 
 from pytest_klineage.errors import Waiting, WaitsForReply, WaitsForVerdict
-from pytest_klineage.lab.induction.admit import Compare, problem_with, roundtrip, shows_effect
-from pytest_klineage.lab.induction.admit_targets import AdmissionTarget
+from pytest_klineage.lab.induction.admit import Compare, basis, problem_with, roundtrip, settled, shows_effect
+from pytest_klineage.lab.induction.admit_targets import AdmissionTarget, targets_for
 from pytest_klineage.lab.library.cards import with_trials
 from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.library.lint import lint_card
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import (
+    AdmissionRule,
     CardStatus,
     Code,
     Interval,
@@ -49,7 +51,8 @@ def test_a_success_admits_the_card(run: Any, card: SkillCard, stored: StoredLine
     assert trial.speedup == Interval(5.0, 4.8, 5.2)
     assert (trial.source_digest, trial.method) == (done.kernel.digest, "scripted:toy")
     assert trial.context == target.context
-    assert "expected 1.5x at least; 1 replies; gemm/cpu-cpp step 1" in trial.note
+    assert (trial.rule, trial.expected) == (AdmissionRule.STRICT, 2.25)
+    assert "expected 1.875x at least; 1 replies; gemm/cpu-cpp step 2" in trial.note
     admitted = with_trials(card, [trial])
     assert admitted.status is CardStatus.ADMITTED
     assert lint_card(admitted, {stored.lineage.name: stored.lineage}) == []
@@ -59,10 +62,11 @@ def test_the_model_gets_card_contract_and_state_and_nothing_else(run: Any, card:
     run(block(FAST), machine="A machine of tests.")
     shown = run.backend.asked[0]
     text = "\n".join((shown.prefix.system, *shown.prefix.context, *(turn.text for turn in shown.turns)))
-    for piece in (card.carrier.text, card.anchor, "M = 96", BY_COLUMN, "A machine of tests."):
+    for piece in (card.carrier.text, card.anchor, "M = 96", BY_COLUMN_AGAIN, "A machine of tests."):
         assert piece in text
     # The next state of the lineage would be the answer.
     assert BY_ROW not in text
+    assert BY_COLUMN not in text
 
 
 def test_a_wrong_kernel_is_repaired(run: Any) -> None:
@@ -157,9 +161,39 @@ def content(path: Path) -> bytes:
 
 
 def test_a_state_that_is_wrong_at_the_shape_proves_nothing(judge: Compare, target: AdmissionTarget) -> None:
-    assert problem_with(target, judge) == ""
+    assert problem_with(target, basis(target, judge)) == ""
     broken = msgspec.structs.replace(target, state=source_of(BAD))
-    assert "the state is of no use at gemm-96x48x64-fp32: wrong_value" in problem_with(broken, judge)
+    assert "the state is of no use at gemm-96x48x64-fp32: wrong_value" in problem_with(broken, basis(broken, judge))
+
+
+def test_what_a_step_gives_is_timed_where_it_was_not(target: AdmissionTarget) -> None:
+    """The state is timed against the kernel that its own lineage's step leads to: half as fast is 2x."""
+    open_yet = msgspec.structs.replace(target, expected=None, after=source_of(FAST))
+    asked: list[KernelSource] = []
+
+    def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
+        asked.append(against)
+        verdict = verdict_of(source, case, Code.SLOWER_THAN_REQUIRED)
+        timing = msgspec.structs.replace(verdict.timing, speedup=speedup)
+        return msgspec.structs.replace(verdict, timing=timing)
+
+    speedup = Interval(0.5, 0.48, 0.52)
+    found = settled(open_yet, basis(open_yet, compare))
+    assert asked == [source_of(FAST)]
+    assert (found.expected, found.case.at_least) == (2.0, 1.7)
+    speedup = Interval(0.98, 0.95, 1.01)
+    assert "shows no effect of its own" in problem_with(open_yet, basis(open_yet, compare))
+    assert settled(target, basis(target, compare)) == target
+
+
+def test_the_papers_rule_admits_nothing(run: Any, card: SkillCard, stored: StoredLineage) -> None:
+    (own,) = [found for found in targets_for(card, [stored], {}) if found.rule is AdmissionRule.PREDECESSOR]
+    done = run(block(FAST), target=own)
+    assert (done.trial.outcome, done.trial.rule) == (TrialOutcome.SUCCESS, AdmissionRule.PREDECESSOR)
+    logged = with_trials(card, [done.trial])
+    assert logged.log == (done.trial,)
+    assert (logged.status, logged.successes) == (CardStatus.CANDIDATE, ())
+    assert lint_card(logged, {stored.lineage.name: stored.lineage}) == []
 
 
 def test_success_needs_the_lower_end_of_the_interval(target: AdmissionTarget) -> None:
