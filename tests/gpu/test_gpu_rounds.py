@@ -8,8 +8,10 @@ import msgspec
 import pytest
 import screened_round
 import test_cut as cut
+import test_gpu_screening_stages as stages
 import test_gpu_throughput as throughput
 
+from pytest_klineage.gate.context import Progress
 from pytest_klineage.surfaces import surface_backend
 
 
@@ -63,3 +65,25 @@ def test_the_table_of_a_cut_says_what_was_lost() -> None:
         attempts=(1, 2), seconds=80.0, machine="NVIDIA H200", ended_at="2026-11-24T12:00:00+00:00",
     )  # fmt: skip
     assert "| 21.5 s | 2 | 1 | 27 | 29 | 0 | 1 |" in cut.report_of(found, "sm90")
+
+
+def test_seconds_of_a_screening_are_put_down_to_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 1.0, 3.0, 3.5, 4.0, 9.0])
+    monkeypatch.setattr(stages.time, "monotonic", lambda: next(moments))
+    clock = stages.Clock()
+    clock.begin()
+    for stage, message in (("build", "k"), ("start", "starting the reference"), ("time", "1.0x"), ("time", "naming")):
+        clock.note(Progress(stage=stage, message=message))
+    assert clock.seconds() == {"before": 1.0, "build": 2.0, "start: reference": 0.5, "time": 0.5, "attribution": 5.0}
+
+
+def test_the_table_of_stages_has_a_row_for_each_workload() -> None:
+    rows = [
+        stages.StageSeconds(
+            workload=one.workload, kernel="k", cold=cold, code="slower.slower", seconds={"build": 0.25, "time": 1.0},
+            machine="NVIDIA H200", judged_at="now",
+        )
+        for one, cold in stages.taken_of("sm90")
+    ]  # fmt: skip
+    table = stages.report_of(rows, "sm90")
+    assert [f"| {name} | 0.25 | 1.00 | 1.25 | 1.25 |" in table for name in screened_round.WORKLOADS] == [True] * 6
