@@ -104,7 +104,7 @@ def report_of(rows: list[ScreenedRow], platform: str) -> str:
         f"{machines}. One round: stages and experts of {len(WORKLOADS)} workloads at the paper's sizes, built ahead, "
         "each screened against the expert's recorded speedup with all checks, by one call of `pytest-klineage judge`. "
         "Seconds run from the begin of the first judgement to the end of the last (judged_at, to the second), the "
-        "start of all processes included.\n",
+        "start of the gate's processes included.\n",
         "| GPUs of one host | judged on | verdicts | seconds | verdicts a minute | wanted |",
         "|---|---|---|---|---|---|",
     ]
