@@ -3,7 +3,7 @@
 #   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
 #   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120", SUITES=...)
 #   make test           all tests                                                     (ARGS="-k gemm -x")
-#   make test-ray       the tests that start a Ray cluster on this machine; four minutes on two cores
+#   make test-ray       the tests that start a Ray cluster on this machine; seven minutes on two cores
 #   make lint           ruff and mypy
 #   make tables         figures on the pages made again from the published records
 #   make docs           the site, strictly, into build/site

@@ -6,7 +6,9 @@ import contextlib
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -96,6 +98,15 @@ def build_folder(
     return BuiltAhead(built, failed)
 
 
+def after_others(left: deque[JudgeRequest], taken: JudgeRequest) -> deque[JudgeRequest]:
+    """What is left when another judge has taken a request: other cases of its priority come before the rest of its own.
+
+    A judge makes a case's problems anew, so judges that keep to different cases have less to do.
+    """
+    alike = list(takewhile(lambda one: one.priority == taken.priority, left))
+    return deque([*sorted(alike, key=lambda one: one.case == taken.case), *islice(left, len(alike), None)])
+
+
 class _FolderJudge:
     """The state of one judge."""
 
@@ -116,14 +127,20 @@ class _FolderJudge:
         taken = True
         while taken and self.in_time:
             taken = False
-            for request in self.folder.open_requests(self.platform):
+            left = deque(self.folder.open_requests(self.platform))
+            while left:
                 if not goes_on():
                     return
                 if not self._has_time():
                     self.in_time = False
                     return
-                if request.digest not in self._failed:
-                    taken = self._take(request) or taken
+                request = left.popleft()
+                if request.digest in self._failed:
+                    continue
+                if self._take(request):
+                    taken = True
+                else:
+                    left = after_others(left, request)
 
     def _has_time(self) -> bool:
         return self._end is None or time.monotonic() + (self._longest_s or FIRST_GUESS_S) <= self._end

@@ -83,6 +83,8 @@ class GateContext:
         )
         self.software: dict[str, str] = {}
         """Versions that the workers have reported."""
+        self.chosen: dict[bytes, dict[str, str]] = {}
+        """By case, what its reference said of itself when it last compared its variants."""
 
     def _reference_caches(self) -> dict[str, str]:
         """Where references keep what they have compiled and tuned; candidates are never told."""
@@ -147,6 +149,21 @@ class JudgementContext:
         self.timed_s = 0.0
         self.kernels: dict[str, tuple[KernelTime, ...]] = {}
         self.sanitizer: dict[str, str] = {}
+
+    def note_reference(self, said: dict[str, str]) -> None:
+        """Keep what the reference says of itself; of a comparison of its variants, for screenings of this case too."""
+        before = self.chosen_before()
+        self.reference_facts |= before | said
+        if not before:
+            self.gate.chosen[msgspec.json.encode(self.case)] = said
+
+    def chosen_before(self) -> dict[str, str]:
+        """In a screening, what the reference said when its variants were last compared on this case; else nothing.
+
+        What a screening keeps as best is judged in full, where they are compared anew.
+        """
+        known = self.gate.chosen.get(msgspec.json.encode(self.case), {})
+        return known if self.screen_against is not None and "variant" in known else {}
 
     def discard(self) -> None:
         """Forget this judgement's workers, whose processes are gone."""

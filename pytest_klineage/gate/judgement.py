@@ -29,7 +29,7 @@ from pytest_klineage.records.messages import (
     Stock,
     WorkerFailure,
 )
-from pytest_klineage.references.device import reference_notes
+from pytest_klineage.references.device import chosen_variant, reference_notes
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
 ORACLE_DEADLINE_S = 600.0
@@ -122,12 +122,14 @@ class Judgement(JudgementContext):
             job = Job(
                 surface="reference", case=self.case, platform=self.gate.platform, threads=self.gate.threads,
                 sandbox=False, flush_bytes=self.flush_bytes, processors=self.gate.binding.processors,
-                definition=definition_file(self.case),
+                definition=definition_file(self.case), **chosen_variant(self.chosen_before()),
             )  # fmt: skip
         attached = self.start("reference", job, self._reference_preload())
-        self.reference_facts |= attached.settings
-        if self.reference_source is None:
-            self.notes += reference_notes(attached.settings)
+        if self.reference_source is not None:
+            self.reference_facts |= attached.settings
+            return
+        self.note_reference(attached.settings)
+        self.notes += reference_notes(self.reference_facts)
 
     def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:
         job = self.job(self.source, built, refuse_framework=refuse_framework)

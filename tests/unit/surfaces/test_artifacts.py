@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,3 +106,38 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(SurfaceFailure, match="--klineage-artifacts") as caught:
         artifacts.store(tmp_path / "file", built, source())
     assert caught.value.code is Code.BUILD_IO
+
+
+def test_a_copy_that_may_be_running_stays(folder: Path, tmp_path: Path) -> None:
+    """Two judges of one machine take one kernel: replaced, it would be a deleted file in the first one's process."""
+    first = artifacts.take(folder, RECIPE, source(), tmp_path / "other")
+    assert first is not None
+    before = first.artifact.stat().st_ino
+    second = artifacts.take(folder, RECIPE, source(), tmp_path / "other")
+    assert second == first
+    assert first.artifact.stat().st_ino == before
+    first.artifact.write_bytes(b"damaged")
+    assert artifacts.take(folder, RECIPE, source(), tmp_path / "other") == first
+    assert first.artifact.read_bytes() == CONTENT
+
+
+def test_who_publishes_second_leaves_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look for a file and its link another judge may have written it."""
+    inodes: list[int] = []
+    monkeypatch.setattr(tempfile, "mkstemp", _late(tmp_path / "x" / artifacts.LIBRARY, inodes))
+    artifacts.publish(tmp_path / "x", CONTENT, source(), BUILD)
+    assert [(tmp_path / "x" / artifacts.LIBRARY).stat().st_ino] == inodes
+    assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [artifacts.DESCRIPTION, artifacts.LIBRARY]
+
+
+def _late(path: Path, inodes: list[int]) -> Callable[..., tuple[int, str]]:
+    """A mkstemp before which somebody else has published the kernel."""
+    make = tempfile.mkstemp
+
+    def made(**names: Any) -> tuple[int, str]:
+        if not path.exists():
+            path.write_bytes(CONTENT)
+            inodes.append(path.stat().st_ino)
+        return make(**names)
+
+    return made

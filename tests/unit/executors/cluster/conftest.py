@@ -9,10 +9,12 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,14 @@ LIMIT_S = 150.0
 STORE_BYTES = 80 << 20
 """Least object store that Ray accepts."""
 RAY_START_S = 120.0
+CLIENT_PORTS = range(20000, 22000)
 
 
 class Nodes:
     """The simulated cluster."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.client_port = folder, free_port()
         self.environment = {
             "XDG_CACHE_HOME": str(folder / "cache"), "KLINEAGE_JUDGE_SECRET_FILE": str(folder / "secret"),
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), "RAY_worker_niceness": "0",
@@ -65,6 +68,15 @@ class Nodes:
         return [int(line) for line in found.stdout.split()]
 
 
+def free_port() -> int:
+    """A port that nobody has, outside of those that Ray gives its workers."""
+    for port in range(CLIENT_PORTS.start + os.getpid() % 1000, CLIENT_PORTS.stop):
+        with socket.socket() as tried, contextlib.suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Nodes]:
     if importlib.util.find_spec("ray") is None:
@@ -78,10 +90,13 @@ def nodes() -> Iterator[Nodes]:
             patch.setenv(name, value)
         from ray.cluster_utils import Cluster  # Ray reads its mode of authentication when it is imported
 
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False},
-        )
+        head = {
+            "num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False,
+            "ray_client_server_port": found.client_port,
+        }  # fmt: skip
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # Ray leaves the logs of its client server open
+            cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             found.start(cluster, ("", "", "", ""))
             patch.setenv("RAY_ADDRESS", cluster.address)

@@ -80,6 +80,23 @@ def test_a_run_that_is_killed_goes_on(join: Join, nodes: Nodes, documentation: M
     assert [lines.count(digest) for digest in asked] == [1] * 4
 
 
+def test_a_machine_outside_of_the_cluster_asks(
+    join: Join, nodes: Nodes, documentation: ModuleType, tmp_path: Path
+) -> None:
+    """By ray://HOST:PORT, with the token."""
+    join().close()
+    for block in documentation.blocks(documentation.ON_A_CLUSTER):
+        if title := re.search(r'title="(\w+\.(?:cpp|py))"', block.info):
+            (tmp_path / title[1]).write_text(block.text)
+    where = f"ray://127.0.0.1:{nodes.client_port}"
+    options = [*OPTIONS, f"--klineage-executor={where}"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    outside = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(command, cwd=tmp_path, env=outside, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
 def test_one_process_asks(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     command = [sys.executable, "-m", "pytest", *OPTIONS, "-n", "1"]
