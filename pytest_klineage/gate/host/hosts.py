@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from types import TracebackType
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -58,7 +58,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMonitor(ABC):
-    """Looks at a place while something is timed there; a context manager."""
+    """Looks at a place while something is timed there; close it."""
 
     @abstractmethod
     def sample(self) -> None:
@@ -67,14 +67,6 @@ class DeviceMonitor(ABC):
     @abstractmethod
     def finish(self) -> Environment:
         """What was seen."""
-
-    def __enter__(self) -> DeviceMonitor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:  # noqa: B027 - a CPU has nothing to let go of
         """Let go of what was opened."""
@@ -242,7 +234,7 @@ class DeviceHost(Host):
         nvml = open_nvml()
         if nvml is None:
             return None
-        with nvml:
+        with closing(nvml):
             memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
         return None if memory is None else MemoryInfo(int(memory.free), int(memory.total))
 

@@ -45,7 +45,7 @@ def foreign_processes(gpu: Gpu, own_pids: Collection[int], *, quiet: bool = Fals
     nvml = open_nvml()
     if nvml is None:
         return Neighbours(known=False, unknown_because="NVML is not there (pip install nvidia-ml-py)")
-    with nvml:
+    with contextlib.closing(nvml):
         handle = nvml.handle(gpu.uuid)
         if handle is None:
             return Neighbours(known=False, unknown_because=f"NVML does not know {gpu.uuid}")
