@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import perturbed, random_index, signs
-from pytest_klineage.operators.gdn import Gdn
+from pytest_klineage.operators.gdn import Gdn, check_heads, head_orders
 from pytest_klineage.operators.gdn_chunked import pair_variance
 from pytest_klineage.operators.gdn_phases import (
     chunk_order,
     decays_between,
     draw_gates,
     draw_keys,
-    head_orders,
     in_chunks,
     in_dtype,
     inverses,
@@ -60,8 +58,7 @@ class GdnKktSolve(Operator):
     small: ClassVar[Cases] = Gdn.small
 
     def validate(self, case: KernelCase) -> None:
-        if case.shape["HV"] % case.shape["HQK"]:
-            raise UsageError(f"{self.name}: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+        check_heads(case)
 
     def signature(self, case: KernelCase) -> Signature:
         key_heads, heads, width, chunk, tokens = case.shape.values()
