@@ -5,7 +5,7 @@
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make test-ray       the tests that start a Ray cluster on this machine; four minutes on two cores
 #   make lint           ruff and mypy
-#   make sizes          lines of the package by part
+#   make sizes          lines of the package by part, words of the pages
 #   make tables         figures on the pages made again from the published records
 #   make docs           the site, strictly, into build/site
 #   make release-check  wheel and sdist built, their contents checked, the quickstart run from the wheel alone

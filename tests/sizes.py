@@ -1,12 +1,13 @@
-"""How large each part of the package is: `make sizes` prints a table. tests/test_architecture.py holds the limits.
+"""How large the package and its pages are: `make sizes` prints it. test_architecture.py holds the limits of files.
 
-With a folder as its argument it counts another version of the package.
+With a folder as its argument it counts another version of the package, and no pages.
 """
 
 from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -15,7 +16,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-PACKAGE = Path(__file__).parents[1] / "pytest_klineage"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "pytest_klineage"
+NOT_PROSE = {
+    "without generated tables": r"<!-- table: [\w-]+ -->.*?<!-- end -->",
+    "without code either": r"^```.*?^```",
+}
 NOT_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
 }  # fmt: skip
@@ -65,5 +71,16 @@ def table(package: Path) -> str:
     )  # fmt: skip
 
 
+def words() -> str:
+    """Words of the README and the pages: all of them, and without what is not prose."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    counts = [f"{len(text.split())} words in README.md and docs"]
+    for name, pattern in NOT_PROSE.items():
+        text = re.sub(pattern, "", text, flags=re.S | re.M)
+        counts.append(f"{len(text.split())} {name}")
+    return ", ".join(counts)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(f"{table(Path(sys.argv[1]) if sys.argv[1:] else PACKAGE)}\n")
+    parts = [table(Path(sys.argv[1]))] if sys.argv[1:] else [table(PACKAGE), words()]
+    sys.stdout.write("\n\n".join(parts) + "\n")
