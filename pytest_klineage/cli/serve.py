@@ -98,7 +98,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds from the budget's end to the kill")
     run.add_argument("--port", metavar="N", type=int, default=0, help="of the servers (default: a free one)")
     run.add_argument("--stand-in", action="store_true", help="put our flashinfer_bench first on PYTHONPATH")
-    help_text = "tell the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
+    help_text = "show the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
     run.add_argument("--ordinary-wrappers", action="store_true", help=help_text)
 
 

@@ -96,7 +96,7 @@ class Gate(AbstractContextManager["Gate"]):
                 return judgement.verdict((taken,), overhead_s=time.monotonic() - started)
             return self._skipped(case, source, self._skip_reason(case, error))
         except BaseException:
-            # Whoever was asked may still answer, to a question that is no longer the last one: start afresh instead.
+            # A process may still answer an earlier question: start new ones.
             self._context.processes.abort()
             judgement.discard()
             raise

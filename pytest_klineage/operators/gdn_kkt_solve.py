@@ -104,7 +104,7 @@ class GdnKktSolve(Operator):
         # Elements of the system are operands of sums of up to C terms, which may cancel.
         rounded = operand + fp32 * (1 + chunk / 2)
         wrong = wrong.mul_(beta.square()[..., None]).add_(lower.square(), alpha=rounded).tril_(-1)
-        # An error E of the system makes one of -M E M in the inverse M; results on the way are operands again.
+        # An error E of the system makes one of -M E M in the inverse M; intermediate results are operands again.
         solved = unit_lower_inverse(lower).square_()
         variance = solved @ wrong @ solved + (operand + fp32 * chunk) * (solved @ solved)
         error = joined(variance, tokens).sqrt_().add_(SMALLEST_OPERAND[case.dtype])

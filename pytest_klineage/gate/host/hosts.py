@@ -31,7 +31,7 @@ GPU_FLUSH_BYTES = 256 << 20
 
 
 class MemoryInfo(NamedTuple):
-    """Memory of a GPU: what nobody holds, and all of it."""
+    """Free and total device memory, in bytes."""
 
     free_bytes: int
     total_bytes: int
@@ -133,7 +133,7 @@ class Host(ABC):
         """What no such machine exceeds on numbers of a type: what is faster has not been computed."""
 
     def peaks(self, threads: int, dtype: str) -> Peaks:
-        """What this very machine allows, by its data sheet; the bound where there is none."""
+        """What this machine allows, by its data sheet; the bound where there is none."""
         return self.bound(threads, dtype)
 
     product: str = ""
@@ -155,7 +155,7 @@ class Host(ABC):
         return Binding()
 
     def memory(self) -> MemoryInfo | None:
-        """The GPU's memory; None where there is no GPU, or nobody says."""
+        """The GPU's memory; None where there is no GPU, or it is not known."""
         return None
 
 
@@ -189,7 +189,7 @@ class CpuHost(Host):
 
 
 class DeviceHost(Host):
-    """One GPU. Raises NoGpu, which says what is amiss, when there is none for the platform."""
+    """One GPU. Raises NoGpu, with the cause, without one of the platform."""
 
     device = "cuda"
 
@@ -240,7 +240,7 @@ class DeviceHost(Host):
 
 
 class CompileOnlyHost(Host):
-    """For building only: a platform whose GPU this machine has not."""
+    """Compile-only target; this host lacks the GPU."""
 
     device, lock = "cpu", "build"
 
