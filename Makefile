@@ -5,6 +5,7 @@
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make test-ray       the tests that start a Ray cluster on this machine; seven minutes on two cores
 #   make lint           ruff and mypy
+#   make sizes          lines of the package by part, words of the pages
 #   make tables         figures on the pages made again from the published records
 #   make docs           the site, strictly, into build/site
 #   make release-check  wheel and sdist built, their contents checked, the quickstart run from the wheel alone
@@ -31,7 +32,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp-$(shell (cat pyproject.toml constraints.txt; echo $(EXTRAS)) | cksum | cut -d' ' -f1)
 
-.PHONY: help venv test test-ray lint tables docs release-check main-tier build-kernels gate-quality mutants clean check-python check-compiler
+.PHONY: help venv test test-ray lint sizes tables docs release-check main-tier build-kernels gate-quality mutants clean check-python check-compiler
 .DEFAULT_GOAL := help
 
 help:
@@ -74,6 +75,9 @@ main-tier: $(STAMP) | check-compiler
 build-kernels: $(STAMP) | check-compiler
 	@set -e; for platform in $(PLATFORMS); do \
 	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
+
+sizes: $(STAMP)
+	$(BIN)/python tests/sizes.py
 
 tables: $(STAMP)
 	$(BIN)/python docs/tables.py

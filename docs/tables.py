@@ -28,7 +28,7 @@ from pytest_klineage.report.tables import floor_text, floors_known, milliseconds
 from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "results" / "newcomer" / "README.md")
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
 ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
@@ -235,6 +235,22 @@ def judged_in(name: str) -> list[tuple[str, Verdict]]:
     return [(one.nodeid, one.verdict) for one in (msgspec.json.decode(line, type=Record) for line in lines)]
 
 
+def newcomer() -> str:
+    """What a reader who had never seen the repository answered to four questions, and in what time."""
+    lines = (ROOT / "results" / "newcomer" / "answers.jsonl").read_text().splitlines()
+    rows = [
+        (one["question"], one["answer"], seconds_of(one), one["lookups"], "yes" if one["right"] else "no")
+        for one in map(msgspec.json.decode, lines)
+    ]
+    return f"{tabulate(rows, ('question', 'answer', 's', 'lookups', 'right'), tablefmt='pipe')}\n"
+
+
+def seconds_of(answer: dict[str, Any]) -> str:
+    """The time of one answer, with what is to be known of it."""
+    later, known = answer.get("seconds_with_later_checks"), answer.get("read_before")
+    return f"{answer['seconds']}{f', with later checks {later}' if later else ''}{', read before' if known else ''}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "main-tier-sm90": lambda: main_tier("main_tier-sm90"),
     "main-tier-cpu": lambda: main_tier("main_tier-cpu"),
@@ -242,6 +258,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
     "trials": trials,
+    "newcomer": newcomer,
 }
 
 

@@ -46,7 +46,7 @@ class Channel:
         return self.sock.fileno()
 
     def close(self) -> None:
-        """Close this end, with the descriptors that came and that nobody took."""
+        """Close this end, with the descriptors that came and were not taken."""
         for fd in self._fds:
             socket.close(fd)
         self._fds.clear()
@@ -105,7 +105,7 @@ class Channel:
                 raise ChannelClosed(str(error)) from error
             self._fds.extend(fds)
             if len(self._fds) > MAX_FDS:
-                raise BadFrame(f"more than {MAX_FDS} file descriptors came that nobody had asked for")
+                raise BadFrame(f"more than {MAX_FDS} unexpected file descriptors came")
             if not data:
                 raise ChannelClosed("the peer closed the channel")
             self._buffer += data

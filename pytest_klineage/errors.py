@@ -7,7 +7,7 @@ KlineageError
 ├── MissingDependency       an optional package, compiler or device is absent; the message has the remedy
 ├── Waiting                 what was asked for elsewhere has not come yet; the same command goes on later
 │   ├── WaitsForVerdict     a judgement was asked for in a folder, and no judge has answered
-│   └── WaitsForReply       a prompt lies in a folder, and nobody has written the reply
+│   └── WaitsForReply       a prompt lies in a folder, and its reply is not there yet
 ├── DeviceOutOfMemory       a case's inputs and answers do not fit into the GPU
 └── HarnessError            the judge's own machinery failed: a trusted worker died or broke the protocol
     ├── WorkerDied          a trusted worker process ended

@@ -91,7 +91,7 @@ def size_of(text: str) -> tuple[str, str]:
 
 
 def _problems(arguments: argparse.Namespace) -> Iterator[Imported | UsageError]:
-    """Every problem as a case, or why it is none."""
+    """Every problem as a case, or why it cannot be one."""
     from pytest_klineage.formats import read_problems
 
     for path in arguments.problems:

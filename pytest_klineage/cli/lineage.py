@@ -215,7 +215,7 @@ def _state_line(lineage: Lineage, folder: Path, index: int) -> str:
 def _step_lines(lineage: Lineage, number: int) -> Iterator[str]:
     step = lineage.transitions[number - 1]
     effect = f": {_effect(step)}" if step.effect is not None else ""
-    refused = f", {len(step.rejected)} refused on the way" if step.rejected else ""
+    refused = f", {len(step.rejected)} refused" if step.rejected else ""
     yield from wrapped(f"step {number} of {len(lineage.transitions)} adds {step.category.value}{effect}{refused}")
     yield from wrapped(f"  where: {step.locus}")
     yield from wrapped(f"  what: {step.intent}")

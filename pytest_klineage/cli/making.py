@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.cli.console import FAILED, OK, Commands, say
+from pytest_klineage.cli.gating import add_gate_options, add_options, given, given_settings
 from pytest_klineage.errors import UnknownName, Waiting
 
 if TYPE_CHECKING:
@@ -16,11 +17,8 @@ if TYPE_CHECKING:
     from pytest_klineage.lab.library.experts import Expert
     from pytest_klineage.lab.library.lineages import StoredLineage
     from pytest_klineage.lab.plugin import Models
-    from pytest_klineage.plugin.options import Option
 
 WAITS = 8
-GATE_OPTIONS = ("platform", "threads", "time-limit", "precision", "busy-limit", "spread-limit", "cache-dir")
-"""Of the plugin's options, those that a judgement outside of pytest takes."""
 NO_SCREEN = ("screen",)
 
 
@@ -31,7 +29,7 @@ def add_make(actions: Commands, experts: Path) -> None:
     make.add_argument(
         "--experts", metavar="DIR", type=Path, default=experts, help="where experts are; default: experts"
     )
-    _add_gate(make)
+    add_gate_options(make)
     _add_model(make)
     make.set_defaults(command=run_make)
 
@@ -56,7 +54,7 @@ def add_lift_and_admit(actions: Commands, skills: Path) -> None:
             "--experts", metavar="DIR", type=Path, default=Path("experts"), help="where lineages are; default: experts"
         )
         _add_model(action)
-    _add_gate(admit)
+    add_gate_options(admit)
 
 
 def run_make(arguments: argparse.Namespace) -> int:
@@ -87,7 +85,7 @@ def run_lift(arguments: argparse.Namespace) -> int:
     from pytest_klineage.lab.making import card_of, lift_group, verified_lineages
 
     # A recorded conversation spoke of the walk's own figures.
-    sites = sites_of if _given(arguments, "llm") == "replay" else timed_sites
+    sites = sites_of if given(arguments, "llm") == "replay" else timed_sites
     groups, skipped = grouped(sites(verified_lineages(arguments.experts)))
     known = {group.name: group for group in groups}
     chosen = [_named("group of transitions", name, known) for name in arguments.names]
@@ -152,43 +150,19 @@ def _named(kind: str, name: str, known: dict[str, Any]) -> Any:
     return known[name]
 
 
-def _add_gate(parser: argparse.ArgumentParser) -> None:
-    """The options of pytest that choose the gate, with and without `klineage-`."""
-    from pytest_klineage.plugin.options import OPTIONS
-
-    _add_options(parser.add_argument_group("the gate"), [one for one in OPTIONS if one.name in GATE_OPTIONS])
-
-
 def _add_model(parser: argparse.ArgumentParser) -> None:
     """Those that choose the model."""
     from pytest_klineage.lab.plugin import OPTIONS
 
-    _add_options(parser.add_argument_group("the model"), [one for one in OPTIONS if one.name not in NO_SCREEN])
-
-
-def _add_options(group: argparse._ArgumentGroup, options: list[Option]) -> None:
-    for option in options:
-        group.add_argument(
-            f"--{option.name}", option.flag, dest=option.key, metavar=option.metavar, type=option.parse,
-            help=option.help.replace("%", "%%"),
-        )  # fmt: skip
-
-
-def _given(arguments: argparse.Namespace, name: str) -> Any:
-    return getattr(arguments, f"klineage_{name.replace('-', '_')}")
+    add_options(parser.add_argument_group("the model"), [one for one in OPTIONS if one.name not in NO_SCREEN])
 
 
 @contextmanager
 def _gate(arguments: argparse.Namespace) -> Iterator[Gate]:
-    from pytest_klineage.gate import Gate, GateSettings
+    from pytest_klineage.gate import Gate
     from pytest_klineage.gate.host.platforms import resolve_platform
 
-    fields = {"threads": "threads", "time-limit": "time_limit_s", "precision": "precision",
-              "busy-limit": "busy_limit", "spread-limit": "spread_limit"}  # fmt: skip
-    given = {field: value for name, field in fields.items() if (value := _given(arguments, name)) is not None}
-    if cache := _given(arguments, "cache-dir"):
-        given["cache_dir"] = Path(cache).absolute()
-    with Gate(resolve_platform(_given(arguments, "platform") or "auto"), GateSettings(**given)) as gate:
+    with Gate(resolve_platform(given(arguments, "platform")), given_settings(arguments)) as gate:
         yield gate
 
 
@@ -199,7 +173,7 @@ def _models(arguments: argparse.Namespace) -> Iterator[Models]:
 
     from pytest_klineage.lab.plugin import OPTIONS, PATHS, Models
 
-    values = {option.name: _given(arguments, option.name) for option in OPTIONS if option.name not in NO_SCREEN}
+    values = {option.name: given(arguments, option.name) for option in OPTIONS if option.name not in NO_SCREEN}
     settings = {
         name: Path(value).absolute() if name in PATHS else value for name, value in values.items() if value is not None
     }

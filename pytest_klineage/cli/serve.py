@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, write_files
+from pytest_klineage.cli.gating import add_gate_options, given, given_settings
 from pytest_klineage.errors import KlineageError, UsageError
 
 if TYPE_CHECKING:
@@ -64,19 +65,16 @@ def add_external(commands: Commands) -> None:
 
 
 def _add_case(parser: argparse.ArgumentParser) -> None:
-    case = parser.add_argument_group("the case, and how it is judged")
+    case = parser.add_argument_group("the case")
     case.add_argument("--op", metavar="NAME", required=True, help="operator, as `pytest-klineage cases` lists it")
     case.add_argument("--shape", metavar="N,N,...", help="sizes in the operator's order (default: the paper's)")
     case.add_argument("--dtype", metavar="NAME", help="with --shape: the main data type")
     case.add_argument("--option", metavar="NAME=VALUE", action="append", default=[], help="of the operator; repeatable")
     case.add_argument("--ref", metavar="NAME", default="torch", help="reference (default: %(default)s)")
-    case.add_argument("--platform", metavar="NAME", default="cpu", help="cpu, or such as sm90 (default: %(default)s)")
     case.add_argument("--surface", metavar="NAME", default="cpp", help="language (default: %(default)s)")
     case.add_argument("--entry", metavar="NAME", default="run", help="what a kernel defines (default: %(default)s)")
     case.add_argument("--root", metavar="FILE", type=Path, help="a kernel to begin with; judged first, as step 0")
-    case.add_argument("--threads", metavar="N", type=int, default=0, help="CPU threads (default: all)")
-    case.add_argument("--time-limit", metavar="S", type=float, default=10.0, help="seconds of timing for one kernel")
-    case.add_argument("--cache-dir", metavar="DIR", type=Path, help="where builds are kept")
+    add_gate_options(parser, platform="cpu")
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +98,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--grace", metavar="S", type=float, default=30.0, help="seconds from the budget's end to the kill")
     run.add_argument("--port", metavar="N", type=int, default=0, help="of the servers (default: a free one)")
     run.add_argument("--stand-in", action="store_true", help="put our flashinfer_bench first on PYTHONPATH")
-    help_text = "tell the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
+    help_text = "show the optimizer how fast a wrapper is, as if it were a kernel; it never counts"
     run.add_argument("--ordinary-wrappers", action="store_true", help=help_text)
 
 
@@ -132,7 +130,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         return OK
     if target.root is None:
         raise UsageError("AccelOpt begins with a kernel that is right: name one with --root")
-    gate = _OwnGate(target.platform, _gate_settings(arguments))
+    gate = _OwnGate(target.platform, given_settings(arguments))
     try:
         verdict = gate.judge(target.case, target.root)
     finally:
@@ -182,7 +180,7 @@ def _run(setup: Setup, arguments: argparse.Namespace, path: Path) -> ExternalRun
     from pytest_klineage.lab.external.runner import ExternalRun
     from pytest_klineage.lab.llm.prices import Prices
 
-    gate = _OwnGate(setup.target.platform, _gate_settings(arguments))
+    gate = _OwnGate(setup.target.platform, given_settings(arguments))
     prices = Prices.load(*([arguments.prices] if arguments.prices else []))
     return ExternalRun(setup, gate.judge, prices, path, on_step=_show, finish=gate.close)
 
@@ -227,7 +225,7 @@ def _target(arguments: argparse.Namespace) -> EvaluationTarget:
     from pytest_klineage.surfaces import read_source, surface_backend
 
     surface_backend(arguments.surface)
-    case, platform = _case(arguments), resolve_platform(arguments.platform)
+    case, platform = _case(arguments), resolve_platform(given(arguments, "platform"))
     root = None
     if arguments.root is not None:
         root = read_source(arguments.root, surface=arguments.surface, entry=arguments.entry, label="root")
@@ -244,7 +242,7 @@ def _case(arguments: argparse.Namespace) -> KernelCase:
     if not arguments.shape:
         if arguments.dtype or arguments.option:
             raise UsageError("--dtype and --option need a --shape; without one the case is the paper's")
-        return paper_case(arguments.op, "cpu" if arguments.platform == "cpu" else "gpu", arguments.ref)
+        return paper_case(arguments.op, "cpu" if given(arguments, "platform") == "cpu" else "gpu", arguments.ref)
     if not arguments.dtype:
         raise UsageError("--shape needs a --dtype, such as fp32")
     try:
@@ -260,13 +258,6 @@ def _option(text: str) -> tuple[str, Any]:
     if not equals:
         raise UsageError(f"--option is written NAME=VALUE, got {text!r}")
     return name, {"true": True, "false": False}.get(value.lower(), value)
-
-
-def _gate_settings(arguments: argparse.Namespace) -> GateSettings:
-    from pytest_klineage.gate import GateSettings
-
-    cache = {"cache_dir": arguments.cache_dir} if arguments.cache_dir else {}
-    return GateSettings(threads=arguments.threads, time_limit_s=arguments.time_limit, **cache)
 
 
 # --- telling ----------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class GateContext:
         """By case, what its reference said of itself when it last compared its variants."""
 
     def _reference_caches(self) -> dict[str, str]:
-        """Where references keep what they have compiled and tuned; candidates are never told."""
+        """Where references keep what they have compiled and tuned; candidates do not learn of it."""
         folder = self.settings.cache_dir
         inductor = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "reference-inductor")}
         if self.host.device == "cpu":
@@ -109,7 +109,7 @@ class GateContext:
         return self.host.machine(self.software, self.threads)
 
     def report(self, stage: str, message: str, done: int = 0, total: int = 0) -> None:
-        """Tell whoever listens where the judgement stands."""
+        """Report progress to the callback, if any."""
         if self._report is not None:
             self._report(Progress(stage=stage, message=message, done=done, total=total))
 
@@ -232,7 +232,7 @@ class JudgementContext:
         """
         for role in ("reference", "candidate"):
             worker = self.workers[role]
-            # Ended first: one that is told to stop is gone before anybody has seen what it had loaded.
+            # Ended first: after a request to stop, what it had loaded could no longer be seen.
             ended = worker.end()
             self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
             if role == "candidate":
@@ -248,7 +248,7 @@ class JudgementContext:
     def memory_reason(self) -> Reason | None:
         """After a GPU ran out of memory: a reason when the candidate had taken it. Ends the candidate.
 
-        More than half of the GPU comes free then: nobody else can have been the cause.
+        More than half of the GPU comes free then, so no other process was the cause.
         """
         worker, before = self.workers.get("candidate"), self.gate.host.memory()
         if worker is None or before is None:

@@ -129,7 +129,7 @@ def overhead_corrected(samples: Samples) -> Samples:
 
 
 def overheads_ms(own: Sequence[float], paid: Sequence[float]) -> tuple[float, ...]:
-    """What was added to every sample; nothing at all when nothing was added to any."""
+    """What was added to every sample; empty when nothing was added to any."""
     added = tuple(after - before for before, after in zip(own, paid, strict=True))
     return added if any(added) else ()
 
@@ -224,7 +224,7 @@ def faster_when_known(
     gain = on_known.estimate / on_novel.estimate
     return Reason(
         code=Code.REPLAY,
-        message=f"{gain:.2f} times as fast on disguised inputs that it had met as on new ones",
+        message=f"{gain:.2f} times as fast on transformed inputs that it had met as on new ones",
         evidence={"known_low": on_known.low, "novel_high": on_novel.high, "novel_pairs": len(groups[0])},
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
 from pytest_klineage.gate.context import GateContext, Progress, now
@@ -21,7 +21,7 @@ from pytest_klineage.references import UnsupportedCase, alternatives, reference_
 from pytest_klineage.surfaces import surface_backend
 
 
-class Gate:
+class Gate(AbstractContextManager["Gate"]):
     """Judges kernels on one platform. Keeps the oracle and the templates between judgements; close it when done."""
 
     def __init__(
@@ -37,12 +37,7 @@ class Gate:
         self.platform = canonical
         self._context = GateContext(canonical, self.settings, progress)
 
-    def __enter__(self) -> Gate:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_raised: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -101,7 +96,7 @@ class Gate:
                 return judgement.verdict((taken,), overhead_s=time.monotonic() - started)
             return self._skipped(case, source, self._skip_reason(case, error))
         except BaseException:
-            # Whoever was asked may still answer, to a question that is no longer the last one: start afresh instead.
+            # A process may still answer an earlier question: start new ones.
             self._context.processes.abort()
             judgement.discard()
             raise

@@ -33,7 +33,7 @@ START_DEADLINE_S = 120.0
 END_DEADLINE_S = 15.0
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """For glibc: large tensors lie in memory that the process keeps, up to 1 GiB of it unused, instead of in pages that the
-system clears anew for every one of them, which is a third of an oracle's CPU time."""
+system clears again for every one of them, which is a third of an oracle's CPU time."""
 LOG_KEPT_BYTES = 16 * 1024
 LOG_FLOOD_BYTES = 8 << 20
 """A candidate that prints more than this is ended: no verdict needs it, and a disk or a terminal might suffer."""

@@ -139,7 +139,7 @@ class Operator(ABC):
         return {}
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
-        """Checks that nobody has declared: distributions of inputs, and values of options such as "eps=0.5"."""
+        """Undeclared checks: distributions of inputs, and values of options such as "eps=0.5"."""
         return ()
 
     def further_case(self, case: KernelCase, name: str) -> KernelCase:

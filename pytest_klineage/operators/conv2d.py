@@ -33,7 +33,7 @@ BORDER = 8.0
 """Factor of the outermost rows and columns in the borders input distribution; the four corners get it twice."""
 
 PERTURBATION = 32.0
-"""A nudge in largest elements: one term that outweighs the rounding of shifted bf16 sums."""
+"""A perturbation in largest elements: one term that outweighs the rounding of shifted bf16 sums."""
 
 MEMORY_ORDER = {"nchw": (0, 1, 2, 3), "nhwc": (0, 2, 3, 1)}
 

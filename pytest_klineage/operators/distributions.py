@@ -1,4 +1,4 @@
-"""Random numbers that operators share: distributions, symmetries and nudges, drawn from an explicit generator.
+"""Random numbers that operators share: distributions, symmetries and perturbations, drawn from an explicit generator.
 
 Numbers are float64 and lie on the generator's device.
 """

@@ -25,7 +25,7 @@ def examine(operator: DefinedOperator, case: KernelCase, inputs: Tensors) -> lis
     """Notes on how a case of a user's operator is timed.
 
     Raises UsageError, with the line, for a definition that changes its inputs, gives two answers to one question, or
-    whose declared symmetry is none.
+    whose declared symmetry does not hold.
     """
     before = {name: tensor.clone() for name, tensor in inputs.items()}
     versions = {name: tensor._version for name, tensor in inputs.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
@@ -33,6 +34,8 @@ SEQUENTIAL_TOKENS = 1024
 """Up to here the oracle is the definition, token by token; above, it is the chunk form, in float64 both times."""
 
 ORACLE_CHUNK = 64
+
+PERTURBED_POSITIONS = 8
 
 IN_TORCH = """\
 repeat = v.shape[1] // q.shape[1]
@@ -89,8 +92,7 @@ class Gdn(Operator):
         return IN_TORCH.format(state=state, scale=repr(case.shape["D"] ** -0.5))
 
     def validate(self, case: KernelCase) -> None:
-        if case.shape["HV"] % case.shape["HQK"]:
-            raise UsageError(f"gdn: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+        check_heads(case)
 
     def signature(self, case: KernelCase) -> Signature:
         key_heads, heads, width, chunk, tokens = case.shape.values()
@@ -171,55 +173,74 @@ class Gdn(Operator):
         )  # fmt: skip
 
     def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
-        import torch
-
-        key_heads, heads, width, _chunk, _tokens = case.shape.values()
-        group = heads // key_heads
-        q, k, v = inputs["q"], inputs["k"], inputs["v"]
-        # Value heads move inside their group and groups move as a whole, so that every head keeps its keys.
-        key_order, _ = permutation(key_heads, generator, q)
-        inner = uniform((key_heads, group), generator).argsort(1).to(q.device)
-        if key_heads == 1:
-            inner, _ = permutation(group, generator, q)
-        order = (key_order[:, None] * group + inner).flatten()
-        back = torch.argsort(order)
-        key_signs = signs((key_heads, width), generator).to(q)
-        value_signs = signs((heads, width), generator).to(v)
-        rows = key_signs.repeat_interleave(group, dim=0).float()
-        flips = rows[:, :, None] * value_signs.float()[:, None, :]
-        transformed = {
-            "q": q.index_select(1, key_order).mul_(key_signs),
-            "k": k.index_select(1, key_order).mul_(key_signs),
-            "v": v.index_select(1, order).mul_(value_signs),
-            "g": inputs["g"].index_select(1, order),
-            "beta": inputs["beta"].index_select(1, order),
-        }
-        if "state0" in inputs:
-            transformed["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
-
-        def undo(outputs: Tensors) -> Tensors:
-            return {
-                "o": (outputs["o"] * value_signs).index_select(1, back),
-                "state": (outputs["state"] * flips).index_select(0, back),
-            }
-
-        return transformed, undo
+        return move_heads(case, inputs, generator, ("g", "beta"))
 
     def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-        key_heads, heads, width, _chunk, tokens = case.shape.values()
-        head = random_index(heads, generator)
-        positions = [random_index(tokens, generator) for _ in range(8)]
-        # Of a few tokens the one whose own output reads most of what it writes.
-        key_head = head // (heads // key_heads)
-        q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
-        written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
-        where = (positions[int(written.argmax())], head, random_index(width, generator))
-        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
+        return perturb_value(case, inputs, generator)
 
     def flops(self, case: KernelCase) -> float:
         _key_heads, heads, width, _chunk, tokens = case.shape.values()
         # Decay, S^T k, k u^T and S^T q; the chunk form does more, the function needs no more.
         return 7.0 * tokens * heads * width * width
+
+
+def check_heads(case: KernelCase) -> None:
+    """Raise UsageError unless every key head has as many value heads as the others."""
+    if case.shape["HV"] % case.shape["HQK"]:
+        raise UsageError(f"{case.operator}: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+
+
+def head_orders(
+    key_heads: int, heads: int, generator: torch.Generator, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random orders of key heads and of value heads under which every value head keeps its key head."""
+    group = heads // key_heads
+    key_order, _ = permutation(key_heads, generator, like)
+    inner = uniform((key_heads, group), generator).argsort(1).to(like.device)
+    if key_heads == 1:
+        inner, _ = permutation(group, generator, like)
+    return key_order, (key_order[:, None] * group + inner).flatten()
+
+
+def move_heads(
+    case: KernelCase, inputs: Tensors, generator: torch.Generator, by_head: Iterable[str]
+) -> tuple[Tensors, Undo]:
+    """Permute heads and flip signs of keys and values: q, k, v, state0 and the inputs [T,HV,...] named `by_head`."""
+    import torch
+
+    key_heads, heads, width = (case.shape[axis] for axis in ("HQK", "HV", "D"))
+    v = inputs["v"]
+    key_order, order = head_orders(key_heads, heads, generator, v)
+    back = torch.argsort(order)
+    key_signs = signs((key_heads, width), generator).to(v)
+    value_signs = signs((heads, width), generator).to(v)
+    rows = key_signs.repeat_interleave(heads // key_heads, dim=0).float()
+    flips = rows[:, :, None] * value_signs.float()[:, None, :]
+    transformed = {name: inputs[name].index_select(1, key_order).mul_(key_signs) for name in "qk"}
+    transformed["v"] = v.index_select(1, order).mul_(value_signs)
+    transformed |= {name: inputs[name].index_select(1, order) for name in by_head}
+    if "state0" in inputs:
+        transformed["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
+
+    def undo(outputs: Tensors) -> Tensors:
+        return {
+            "o": (outputs["o"] * value_signs).index_select(1, back),
+            "state": (outputs["state"] * flips).index_select(0, back),
+        }
+
+    return transformed, undo
+
+
+def perturb_value(case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    """Change one element of v: of a few tokens at the one whose own output reads most of what it writes."""
+    key_heads, heads, width, _chunk, tokens = case.shape.values()
+    head = random_index(heads, generator)
+    positions = [random_index(tokens, generator) for _ in range(PERTURBED_POSITIONS)]
+    key_head = head // (heads // key_heads)
+    q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
+    written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
+    where = (positions[int(written.argmax())], head, random_index(width, generator))
+    return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
 
 
 def gates(input_distribution: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:

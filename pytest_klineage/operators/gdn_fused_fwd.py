@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
-from pytest_klineage.operators.distributions import normal, perturbed, random_index, signs, spiked
-from pytest_klineage.operators.gdn import LARGE, Gdn
+from pytest_klineage.operators.distributions import normal, spiked
+from pytest_klineage.operators.gdn import LARGE, Gdn, check_heads, move_heads, perturb_value
 from pytest_klineage.operators.gdn_phases import (
     draw_gates,
     draw_keys,
-    head_orders,
     in_chunks,
     in_dtype,
     inverses,
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from pytest_klineage.operators.base import Tensors, Undo
-
-PERTURBED_POSITIONS = 8
 
 
 class GdnFusedFwd(Operator):
@@ -54,8 +50,7 @@ class GdnFusedFwd(Operator):
     small: ClassVar[Cases] = Gdn.small
 
     def validate(self, case: KernelCase) -> None:
-        if case.shape["HV"] % case.shape["HQK"]:
-            raise UsageError(f"{self.name}: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+        check_heads(case)
 
     def signature(self, case: KernelCase) -> Signature:
         key_heads, heads, width, chunk, tokens = case.shape.values()
@@ -122,40 +117,10 @@ class GdnFusedFwd(Operator):
         )  # fmt: skip
 
     def symmetry_transform(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[Tensors, Undo]:
-        import torch
-
-        key_heads, heads, width, _chunk, _tokens = case.shape.values()
-        v = inputs["v"]
-        key_order, order = head_orders(key_heads, heads, generator, v)
-        back = torch.argsort(order)
-        key_signs = signs((key_heads, width), generator).to(v)
-        value_signs = signs((heads, width), generator).to(v)
-        rows = key_signs.repeat_interleave(heads // key_heads, dim=0).float()
-        flips = rows[:, :, None] * value_signs.float()[:, None, :]
-        transformed = {name: inputs[name].index_select(1, key_order).mul_(key_signs) for name in "qk"}
-        transformed["v"] = v.index_select(1, order).mul_(value_signs)
-        transformed |= {name: inputs[name].index_select(1, order) for name in ("inverse", "gc", "beta")}
-        if "state0" in inputs:
-            transformed["state0"] = inputs["state0"].index_select(0, order).mul_(flips)
-
-        def undo(outputs: Tensors) -> Tensors:
-            return {
-                "o": (outputs["o"] * value_signs).index_select(1, back),
-                "state": (outputs["state"] * flips).index_select(0, back),
-            }
-
-        return transformed, undo
+        return move_heads(case, inputs, generator, ("inverse", "gc", "beta"))
 
     def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-        key_heads, heads, width, _chunk, tokens = case.shape.values()
-        head = random_index(heads, generator)
-        positions = [random_index(tokens, generator) for _ in range(PERTURBED_POSITIONS)]
-        # Of a few tokens the one whose own output reads most of what it writes.
-        key_head = head // (heads // key_heads)
-        q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
-        written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
-        where = (positions[int(written.argmax())], head, random_index(width, generator))
-        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
+        return perturb_value(case, inputs, generator)
 
     def flops(self, case: KernelCase) -> float:
         key_heads, heads, width, chunk, tokens = case.shape.values()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import perturbed, random_index, signs
-from pytest_klineage.operators.gdn import Gdn
+from pytest_klineage.operators.gdn import Gdn, check_heads, head_orders
 from pytest_klineage.operators.gdn_chunked import pair_variance
 from pytest_klineage.operators.gdn_phases import (
     chunk_order,
     decays_between,
     draw_gates,
     draw_keys,
-    head_orders,
     in_chunks,
     in_dtype,
     inverses,
@@ -60,8 +58,7 @@ class GdnKktSolve(Operator):
     small: ClassVar[Cases] = Gdn.small
 
     def validate(self, case: KernelCase) -> None:
-        if case.shape["HV"] % case.shape["HQK"]:
-            raise UsageError(f"{self.name}: HV = {case.shape['HV']} must be a multiple of HQK = {case.shape['HQK']}")
+        check_heads(case)
 
     def signature(self, case: KernelCase) -> Signature:
         key_heads, heads, width, chunk, tokens = case.shape.values()
@@ -107,7 +104,7 @@ class GdnKktSolve(Operator):
         # Elements of the system are operands of sums of up to C terms, which may cancel.
         rounded = operand + fp32 * (1 + chunk / 2)
         wrong = wrong.mul_(beta.square()[..., None]).add_(lower.square(), alpha=rounded).tril_(-1)
-        # An error E of the system makes one of -M E M in the inverse M; results on the way are operands again.
+        # An error E of the system makes one of -M E M in the inverse M; intermediate results are operands again.
         solved = unit_lower_inverse(lower).square_()
         variance = solved @ wrong @ solved + (operand + fp32 * chunk) * (solved @ solved)
         error = joined(variance, tokens).sqrt_().add_(SMALLEST_OPERAND[case.dtype])

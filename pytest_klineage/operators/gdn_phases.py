@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pytest_klineage.operators.distributions import normal, permutation, spiked, torch_dtype, uniform
+from pytest_klineage.operators.distributions import normal, permutation, spiked, torch_dtype
 from pytest_klineage.operators.gdn import gates
 
 if TYPE_CHECKING:
@@ -103,18 +103,6 @@ def draw_gates(case: KernelCase, generator: torch.Generator, input_distribution:
 def in_dtype(case: KernelCase, tensor: torch.Tensor) -> torch.Tensor:
     """In the case's type."""
     return tensor.to(torch_dtype(case.dtype))
-
-
-def head_orders(
-    key_heads: int, heads: int, generator: torch.Generator, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random orders of key heads and of value heads under which every value head keeps its key head."""
-    group = heads // key_heads
-    key_order, _ = permutation(key_heads, generator, like)
-    inner = uniform((key_heads, group), generator).argsort(1).to(like.device)
-    if key_heads == 1:
-        inner, _ = permutation(group, generator, like)
-    return key_order, (key_order[:, None] * group + inner).flatten()
 
 
 def chunk_order(tokens: int, size: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:

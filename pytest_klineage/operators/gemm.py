@@ -29,10 +29,10 @@ LARGE = {"fp32": 1e15, "fp16": 16.0, "bf16": 1e15}
 """Factor of the large-magnitude input distribution: products stay representable in the output type."""
 
 SPIKE = {"fp32": 100.0, "fp16": 16.0, "bf16": 100.0}
-"""Size of spikes: a nudged one times another stays below fp16's 65504."""
+"""Size of spikes: a perturbed one times another stays below fp16's 65504."""
 
 PERTURBATION = 32.0
-"""A nudge in largest elements: one term that outweighs the rounding of shifted bf16 sums up to K = 16384."""
+"""A perturbation in largest elements: one term that outweighs the rounding of shifted bf16 sums up to K = 16384."""
 
 SHIFT = 1.0
 """Mean of the shifted input distribution. More would bury the differences between outputs under bf16's rounding for

@@ -80,7 +80,7 @@ def as_rows(output: torch.Tensor) -> torch.Tensor:
 
 
 def mean(output: torch.Tensor) -> float:
-    """Mean of the finite elements; for integers rounded towards zero by whoever stores it."""
+    """Mean of the finite elements; for integers rounded towards zero when stored."""
     values = output.double()
     finite = values[values.isfinite()]
     return float(finite.mean()) if finite.numel() else 0.0

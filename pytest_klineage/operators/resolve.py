@@ -1,6 +1,6 @@
 """From what a case says to its operator: a shipped one, one of another package, an object, or "file.py:name".
 
-A process knows the definitions that it has met. A trusted worker is told where to import one from; the digest in the
+A process knows the definitions that it has met. A trusted worker gets the place to import one from; the digest in the
 case must be that of the file.
 """
 

@@ -27,7 +27,7 @@ SLACK = 10.0
 """How many times the honest error a kernel may make: summation order alone gives factors up to about 6."""
 
 LENIENCE = 3.0
-"""How many times its bound a kernel may err on inputs that nobody has declared: they are there for gross errors."""
+"""How many times its bound a kernel may err on undeclared inputs: they are there for gross errors."""
 
 LEVEL = 4.0
 """Between two levels at which elements are counted, in honest errors."""
@@ -76,12 +76,12 @@ class Expected:
 
     def _bound(self, slacks: dict[str, float], lenience: float) -> None:
         """Bounds from the honest run, of outputs that have none yet."""
-        honest = self.operator.baseline_output(self.case, self.inputs)
+        baseline = self.operator.baseline_output(self.case, self.inputs)
         for name, expected in self.outputs.items():
             if name in self.bounds:
                 continue
-            errors = error_tensor(honest[name], expected, self.units[name])
-            error = largest(errors, honest[name], expected)
+            errors = error_tensor(baseline[name], expected, self.units[name])
+            error = largest(errors, baseline[name], expected)
             slack = slacks.get(name, SLACK)
             self.bounds[name] = slack and lenience * slack * max(1.0, error)
             if self.operator.counts_errors and lenience == 1:
@@ -174,7 +174,7 @@ def rounded_inputs(
 
     found = {name: torch.zeros_like(values, dtype=torch.float64) for name, values in expected.items()}
     for _ in range(2):
-        moved = operator.oracle(case, {name: nudged(tensor, random) for name, tensor in inputs.items()})
+        moved = operator.oracle(case, {name: rounding_perturbed(tensor, random) for name, tensor in inputs.items()})
         for name, values in expected.items():
             squares = (moved[name] - values).double().square_()
             found[name].add_(squares.nan_to_num_(0.0, float("inf"), float("inf")), alpha=0.5)
@@ -185,7 +185,7 @@ def rounded_inputs(
     return found
 
 
-def nudged(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+def rounding_perturbed(tensor: torch.Tensor, random: torch.Generator) -> torch.Tensor:
     """A tensor of floats in float64, every element off by a rounding error of its type; others as they are."""
     import torch
 

@@ -1,4 +1,4 @@
-"""Hooks that this plugin calls, for other plugins and conftest files. They are told, and decide nothing."""
+"""Hooks that this plugin calls, for other plugins and conftest files. They receive facts, and decide nothing."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def is_ray(text: str) -> bool:
 
 
 def switch(text: str) -> bool:
-    """A parser for the ini twin of an option without a value."""
+    """A parser for the ini key of an option without a value."""
     if text.lower() not in SWITCH:
         raise argparse.ArgumentTypeError(f"{text!r} is not one of: {', '.join(SWITCH)}")
     return SWITCH[text.lower()]

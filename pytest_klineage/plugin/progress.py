@@ -22,7 +22,7 @@ CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """Tells how far a judgement is: one line that is redrawn on a terminal, a line now and then elsewhere.
+    """Shows how far a judgement is: one line that is redrawn on a terminal, a line now and then elsewhere.
 
     Called by the gate with every step. `begin` names the judgement, `end` wipes what was drawn.
     """

@@ -29,7 +29,7 @@ class Product(msgspec.Struct, frozen=True):
     name: str
     """As the driver says it, without what follows."""
     l2_mib: int
-    """Size of the L2 cache in MiB; NVML does not tell it, and asking CUDA takes a context. 0 when unknown."""
+    """Size of the L2 cache in MiB; NVML does not report it, and asking CUDA takes a context. 0 when unknown."""
     terabytes: float
     """Bandwidth of the device memory in TB/s."""
     teraflops: dict[str, float]

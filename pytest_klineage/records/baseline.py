@@ -32,7 +32,7 @@ class ComparisonOutcome(StrEnum):
     SKIPPED = "skipped"
     """It was not judged now."""
     NO_BASELINE = "no_baseline"
-    """Nobody has pinned a baseline of that name."""
+    """There is no baseline of that name."""
     OTHER_DEVICE = "other_device"
     """The baseline was pinned on another GPU or CPU model."""
     OTHER_REFERENCE = "other_reference"

@@ -103,7 +103,7 @@ class Effect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     summary: str
     speedup: Interval | None = None
-    """Time before the span over time after it; None when nobody measured it."""
+    """Time before the span over time after it; None when it was not measured."""
     span: tuple[str, ...] = ()
     """Digests of the neighbouring transitions that the speedup is over."""
     case: str = ""
@@ -162,7 +162,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     context: Context
     outcome: TrialOutcome
     held_out: bool
-    """Whether the context is none that the card was lifted from: see `library.normalise.held_out`."""
+    """Whether the context is not one that the card was lifted from: see `library.normalise.held_out`."""
     code: Code | None = None
     """The gate's deciding reason, if it was asked."""
     speedup: Interval | None = None

@@ -38,7 +38,7 @@ class GpuState(msgspec.Struct, frozen=True, kw_only=True):
     power_w: float | None = None
     """The driver's own average, on data-centre GPUs over about a second."""
     power_limit_w: float | None = None
-    """The limit in force, whoever set it."""
+    """The limit in force."""
     temperature_c: float | None = None
     throttle: tuple[str, ...] | None = None
     """Why the clocks are not higher: names of NVML's clock event reasons; empty when nothing holds them back."""

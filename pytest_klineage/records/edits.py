@@ -179,7 +179,7 @@ def _parse_file(lines: list[str], position: int) -> tuple[_Patch, int]:
         raise EditError(f"line {position + 2} of the diff is not '+++ b/FILE'")
     old, new = _file_name(lines[position], "a/"), _file_name(lines[position + 1], "b/")
     if old is None and new is None:
-        raise EditError(f"line {position + 1} of the diff names no file at all")
+        raise EditError(f"line {position + 1} of the diff names no file")
     position += 2
     hunks: list[_Hunk] = []
     while position < len(lines) and (head := HUNK.fullmatch(lines[position].rstrip("\n"))):

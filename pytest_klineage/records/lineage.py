@@ -193,7 +193,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     backward: Edit | None = None
     """The simplification that was accepted: gives the simpler state from the next. None for a hand-made step."""
     forward: Edit
-    """Gives exactly the next state from the simpler one. Re-derived by whoever made the step, unless `rederived` is."""
+    """Gives exactly the next state from the simpler one. Re-derived by the step's author, unless `rederived` is."""
     rederived: Rederivation | None = None
     """Where the re-derived edit gives another text; the two kernels were found equal by the gate, not by their text."""
     forward_verdict: Verdict | None = None

@@ -165,7 +165,7 @@ class BlockReturned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     elapsed_ns: tuple[int, ...]
     """From a call's start to the end of what it queued on its stream; of a graph, the mean of every replay."""
     settled_ns: tuple[int, ...]
-    """From there until nothing at all was left to do on the device; empty for a graph."""
+    """From there until nothing was left to do on the device; empty for a graph."""
     span_ns: int
     """From before the head start, or from a graph's first timed replay, to the end of everything."""
     head_ns: int = 0

@@ -27,7 +27,7 @@ def platform_name(name: str) -> str:
 
 
 def gpu_platforms() -> dict[str, GpuPlatform]:
-    """Every platform that is a GPU, shipped first. Raises UsageError for one of a package that is none."""
+    """Every platform that is a GPU, shipped first. Raises UsageError for a package's entry that is no GPU platform."""
     return GPU_PLATFORMS | {name: _registered(name) for name in extensions("platforms") if name not in GPU_PLATFORMS}
 
 

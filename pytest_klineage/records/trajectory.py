@@ -1,7 +1,7 @@
 """Trajectory: the ordered events of one optimization, as lines of JSON, and what follows from them. No file is read.
 
 Every event is one line. `Asked` is written before a model is called and `Answered` or `Failed` after it, so that a file
-which ends anywhere tells what was spent at most.
+which ends anywhere shows what was spent at most.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ class KernelResources(msgspec.Struct, frozen=True, kw_only=True):
     static_shared_bytes: int = 0
     """Shared memory per block that the source declares; what a launch adds is not known before it."""
     instructions: tuple[str, ...] | None = None
-    """Words of records.case.INSTRUCTIONS found in the machine code, sorted; None when nobody looked."""
+    """Words of records.case.INSTRUCTIONS found in the machine code, sorted; None when they were not searched."""
 
     @property
     def function(self) -> str:

@@ -63,7 +63,7 @@ def is_own(name: str, operator: str, *, shipped: bool) -> bool:
 def alternatives(case: KernelCase, platform: str) -> tuple[str, ...]:
     """Names of the references that may take a case when its own refuses it, by what is known before anything runs.
 
-    One that would ask only those who have refused is none.
+    Excludes references backed only by libraries that already refused.
     """
     refused = reference_of(case).asks(case.operator)
 

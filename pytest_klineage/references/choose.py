@@ -91,9 +91,9 @@ class DeviceTimer:
 
 
 class VariantThread(AbstractContextManager["VariantThread"]):
-    """One variant in a thread of its own: one call at a time, under the variant's flags, and whoever calls waits.
+    """One variant in a thread of its own: one call at a time, under the variant's flags; the caller waits.
 
-    Libraries keep by thread what they have found, under keys that need not tell variants apart. PyTorch looks for its
+    Libraries keep by thread what they have found, under keys that need not distinguish variants. PyTorch looks for its
     plan of a cuDNN convolution whether or not `cudnn.benchmark` is on: in one thread, the variant that searches would
     be given the plan of the one that came before it, and never search.
     """

@@ -135,7 +135,7 @@ def failed(said: str) -> bool:
 
 
 def chosen_variant(facts: Mapping[str, str]) -> dict[str, Any]:
-    """What a process that is started later is told of the variant that was chosen: its name and median, by field."""
+    """What a process that is started later gets to know of the chosen variant: its name and median, by field."""
     name = facts.get("variant", "")
     return {"variant": name, "variant_ms": float(facts.get(MEASURED + name, 0.0))}
 

@@ -1,7 +1,7 @@
 """Kernels of flash-linear-attention for the phases of the gated delta rule in chunks. The whole of it is in `fla`.
 
 fla-core 0.5.0 computes its forward pass with these functions, in this order. Gates are natural logarithms here, which
-its functions take unless they are told otherwise. A batch of one in front of every tensor is a view.
+its functions take unless given another. A batch of one in front of every tensor is a view.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What it means that a library refuses a case: the exception that says so, and how it is told from a fault."""
+"""What it means that a library refuses a case: the exception that says so, and what distinguishes it from a fault."""
 
 from __future__ import annotations
 

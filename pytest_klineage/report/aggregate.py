@@ -58,7 +58,7 @@ def by_kernel(verdicts: Sequence[Verdict]) -> dict[str, list[Verdict]]:
     """Verdicts by kernel label, in order of first appearance, when labels mean methods; otherwise all under "".
 
     Labels mean methods when there are several and each was judged on two cases or more, as "naive" and "expert" are.
-    A mean over kernels that nobody would compare would only confuse.
+    A mean over kernels that are not comparable would only confuse.
     """
     groups: dict[str, list[Verdict]] = {}
     for verdict in verdicts:

@@ -24,7 +24,7 @@ LINEAGE_FILE, CARD_FILE, LINES_SUFFIX = "lineage.json", "card.json", ".jsonl"
 LOCAL_RUNS = "runs"
 """Where the plugin stores every run; only read when it is asked for by name."""
 VERDICTS_SUFFIX = "verdicts.jsonl"
-"""Verdicts on the way to a lineage or a card; only read when they are asked for by name."""
+"""Verdicts from the making of a lineage or a card; only read when they are asked for by name."""
 CUT_SHORT = "its last line was cut short while it was written and is left out"
 TELLING: dict[str, type[msgspec.Struct]] = {"event": TrajectoryLine, "nodeid": Record, "reasons": Verdict}
 """By a key that only its lines have: what a file of lines holds."""
@@ -173,7 +173,7 @@ def _record(file: Path, data: bytes, kind: type[T], material: Material) -> list[
     try:
         return [from_json(data, kind)]
     except BadRecord as error:
-        material.report(file, str(error), "restore it from version control, or make it anew")
+        material.report(file, str(error), "restore it from version control, or make it again")
         return []
 
 

@@ -148,7 +148,7 @@ def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: floa
 
 
 def precision_for(margin: float) -> float:
-    """Half-width that a judgement against the base needs, so that a change of twice the margin is told from none."""
+    """Half-width that a judgement against the base needs, so that a change of twice the margin shows."""
     return margin / 2
 
 
@@ -194,7 +194,7 @@ def _judged(
     if verdict.timing is None or not verdict.scored:
         message = f"it was timed when it was pinned, and is {verdict.code.value} now"
         return ComparisonOutcome.BROKEN, message, "see the verdict of its test", None
-    again = f"pin it anew, from the reviewed code: pytest --klineage-save={against}"
+    again = f"pin it again, from the reviewed code: pytest --klineage-save={against}"
     if pin.machine.device != (device := verdict.machine.device if verdict.machine else ""):
         message = f"it was pinned on {pin.machine.device}; this is {device or 'an unknown device'}"
         return ComparisonOutcome.OTHER_DEVICE, message, again, None
@@ -244,7 +244,7 @@ def _advice(outcome: ComparisonOutcome, baseline: str) -> str:
     if outcome is ComparisonOutcome.SLOWER:
         return "profile the kernel, or say in the review why it may be slower"
     if outcome is ComparisonOutcome.FASTER and baseline:
-        return f"the baseline is outdated; once this is merged, pin it anew: pytest --klineage-save={baseline}"
+        return f"the baseline is outdated; once this is merged, pin it again: pytest --klineage-save={baseline}"
     if outcome is ComparisonOutcome.UNCLEAR:
         return "quieten the machine, raise --klineage-time-limit, or allow more"
     return ""

@@ -70,7 +70,7 @@ def step_section(found: Sequence[Optimization], details: Details) -> Section:
 
 
 def _steps(one: Optimization, number: int, colour: int, details: Details) -> Figure:
-    """The steps of one run; `number` tells several runs of one method apart, 0 where there is one."""
+    """The steps of one run; `number` distinguishes several runs of one method, 0 where there is one."""
     dollars = one.spent_usd > 0
     run = f", run {number}" if number else ""
     key = _key("steps", study_of(one.path), one.platform, one.case_id, one.method, str(number or 1))
@@ -91,7 +91,7 @@ def _speedups(key: str, title: str, series: Sequence[Series], dollars: bool, y_l
 
 
 def run_table(found: Sequence[Optimization]) -> Table:
-    """One row for each optimization; the root that it began with is none of its steps."""
+    """One row for each optimization; excludes the initial kernel."""
     figures = ("steps", "scored", "wrappers", "failed", "spent $", "budget $", "best", "best at $")
     heads = columns("method", "case", "platform", "model", *figures, "ended", numeric=figures)
     return Table("Runs", heads, tuple(map(_run_row, found))).condensed("platform", "model", "budget $")

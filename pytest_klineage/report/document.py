@@ -214,7 +214,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that is told, in order."""
+    """All parts, in order."""
 
     title: str
     summary: tuple[Headline, ...]

@@ -40,7 +40,7 @@ class Attempt:
     """None when no kernel ever reached the gate."""
     speedup: float | None = None
     trial: str = ""
-    """What tells repeated attempts apart."""
+    """What distinguishes repeated attempts."""
     optimization: Optimization | None = None
     step: ReportedStep | None = None
     """The step of the optimization that is meant."""
@@ -105,7 +105,7 @@ class Result:
 def optimizations(material: Material) -> list[Optimization]:
     """Every trajectory of a method, with the verdicts that runs hold about its kernels.
 
-    Trajectories without a method are of a walk to a lineage, or of a trial of a card: nobody optimized in them.
+    Trajectories without a method are of a walk to a lineage, or of a trial of a card, not of an optimization.
     """
     verdicts = {
         record.verdict.source_digest: record.verdict
@@ -214,13 +214,13 @@ def _of_optimization(one: Optimization) -> Attempt:
         study=study_of(one.path), trial=one.path, optimization=one,
     )  # fmt: skip
     if step is None:
-        # Of the root only the machine is of interest: it is nobody's result.
+        # Of the root only the machine is of interest: it is no method's result.
         return replace(attempt, verdict=one.steps[-1].verdict if one.steps else None)
     return replace(attempt, verdict=step.verdict, code=step.code, speedup=step.speedup, step=step)
 
 
 def _judgement(verdict: Verdict | None) -> tuple[str, str] | None:
-    """What tells one judgement from every other."""
+    """What distinguishes one judgement from every other."""
     if verdict is None or not verdict.judged_at or not verdict.source_digest:
         return None
     return verdict.source_digest, verdict.judged_at

@@ -98,7 +98,7 @@ class Optimization:
 
     @property
     def best(self) -> ReportedStep | None:
-        """The step of the method's own that is surely the fastest: the root that it began with is not its merit."""
+        """Step with the highest lower confidence bound; excludes the initial kernel."""
         scored = [step for step in self.steps if step.speedup is not None and not step.is_root]
         return max(scored, key=lambda step: step.lower_bound, default=None)
 

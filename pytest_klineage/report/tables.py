@@ -34,7 +34,7 @@ UNKNOWN = "\N{EN DASH}"
 NOTE_LINES = 3
 """About as long as the findings of one verdict may be in the notes."""
 ONE_LINE = 100_000
-"""Width of what is wrapped by whoever shows it."""
+"""Width of cells that the output format wraps."""
 
 
 def table_lines(verdicts: Sequence[Verdict], width: int = WIDTH) -> list[str]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pytest_klineage.records import Reason
 
 SHOWN_REASONS = 3
-"""Distinct findings that are told; a kernel that is wrong in every input distribution need not say so for each."""
+"""Distinct findings that are reported; a kernel that is wrong in every input distribution need not say so for each."""
 SHOWN_FRAMES = 3
 FRAME = re.compile(r'  File "([^"]*)", line (\d+)(?:, in (.*))?')
 NOT_THE_KERNELS = re.compile(r"/pytest_klineage/(worker|surfaces|gate|references)/|^<frozen |/importlib/__init__\.py$")

@@ -91,12 +91,12 @@ def read_baseline(path: Path) -> Baseline:
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
     except BadRecord as error:
-        raise BadRecord(f"{path}: {error}; pin it anew with --klineage-save={path.stem}") from error
+        raise BadRecord(f"{path}: {error}; pin it again with --klineage-save={path.stem}") from error
     for pin in found.pins:
         if samples_digest(pin.timing, pin.again) != pin.samples_digest:
             raise BadRecord(
                 f"{path}: the samples of {pin.case.id} {pin.label} are not those that were pinned; "
-                f"pin it anew with --klineage-save={path.stem}"
+                f"pin it again with --klineage-save={path.stem}"
             )
     return found
 

@@ -1,13 +1,19 @@
-"""Published files of lines may be kept as .jsonl.gz; who reads them names the .jsonl. Nothing is written here but an
-unpacked copy.
-"""
+"""Files of lines, one record each. A published one may be kept as .jsonl.gz; who reads it names the .jsonl."""
 
 from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import msgspec
+
+from pytest_klineage.errors import BadRecord, StoreError
+from pytest_klineage.records import from_json
+from pytest_klineage.records.codec import finite_json
+
+T = TypeVar("T")
 LINES, PACKED = ".jsonl", ".gz"
 
 
@@ -39,3 +45,23 @@ def line_files(folder: Path, pattern: str = "**/*") -> Iterator[Path]:
     found = {*folder.glob(pattern + LINES)}
     found |= {path.with_name(path.name.removesuffix(PACKED)) for path in folder.glob(pattern + LINES + PACKED)}
     yield from sorted(found)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """The records of a file, none where there is no file. Raises BadRecord for a line that does not decode."""
+    if not is_there(path):
+        return []
+    try:
+        return [from_json(line, kind) for line in read_packed(path).splitlines()]
+    except (OSError, BadRecord) as error:
+        raise BadRecord(f"{path}: {error}") from error
+
+
+def append_line(path: Path, record: msgspec.Struct) -> None:
+    """Add a record to a file, unpacking it first. Raises StoreError."""
+    try:
+        unpack(path)
+        with path.open("ab") as file:
+            file.write(finite_json(record) + b"\n")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.errors import BadRecord, StoreError
-from pytest_klineage.records import Interval, Lineage, LineageState, Retimed, Transition, Verdict, from_json, to_plain
-from pytest_klineage.records.codec import finite
+from pytest_klineage.records import Interval, Lineage, LineageState, Retimed, Transition, Verdict
 from pytest_klineage.records.verdict import DISTURBED
-from pytest_klineage.results.packed import is_there, read_packed, unpack
+from pytest_klineage.results.packed import append_line, read_lines
 
 RETIMED_FILE = "retimed.verdicts.jsonl"
 
@@ -24,25 +22,13 @@ def read_retimed(folder: Path) -> dict[str, Retimed]:
 
     Raises BadRecord for a line that does not decode.
     """
-    path = folder / RETIMED_FILE
-    if not is_there(path):
-        return {}
-    try:
-        found = [from_json(line, Retimed) for line in read_packed(path).splitlines()]
-    except (OSError, BadRecord) as error:
-        raise BadRecord(f"{path}: {error}") from error
+    found = read_lines(folder / RETIMED_FILE, Retimed)
     return {one.transition: one for one in found}
 
 
 def keep_retimed(folder: Path, one: Retimed) -> None:
     """Add a step that was timed again. Raises StoreError."""
-    path = folder / RETIMED_FILE
-    try:
-        unpack(path)
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(finite(to_plain(one))) + b"\n")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+    append_line(folder / RETIMED_FILE, one)
 
 
 def with_effects(lineage: Lineage, retimed: Mapping[str, Retimed]) -> Lineage:

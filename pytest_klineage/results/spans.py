@@ -7,13 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
-
-from pytest_klineage.errors import BadRecord, StoreError
-from pytest_klineage.records import Interval, Lineage, TimedSpan, from_json, to_plain
-from pytest_klineage.records.codec import finite
+from pytest_klineage.records import Interval, Lineage, TimedSpan
 from pytest_klineage.records.verdict import DISTURBED
-from pytest_klineage.results.packed import is_there, read_packed, unpack
+from pytest_klineage.results.packed import append_line, read_lines
 
 SPANS_FILE = "spans.verdicts.jsonl"
 
@@ -23,38 +19,22 @@ def read_spans(folder: Path) -> dict[tuple[str, ...], Interval]:
 
     Raises BadRecord for a line that does not decode.
     """
-    found = {one.steps: one.effect for one in _lines(folder)}
+    found = {one.steps: one.effect for one in read_lines(folder / SPANS_FILE, TimedSpan)}
     return {steps: effect for steps, effect in found.items() if effect is not None}
 
 
 def keep_span(folder: Path, one: TimedSpan) -> None:
     """Add a span that was timed. Raises StoreError."""
-    path = folder / SPANS_FILE
-    try:
-        unpack(path)
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(finite(to_plain(one))) + b"\n")
-    except OSError as error:
-        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+    append_line(folder / SPANS_FILE, one)
 
 
 def span_problems(lineage: Lineage, folder: Path) -> list[str]:
     """What is wrong with timed spans: no neighbours of this lineage, another kernel or case, a disturbed timing."""
     chain = [step.digest for step in lineage.transitions]
     found = []
-    for number, one in enumerate(_lines(folder), start=1):
+    for number, one in enumerate(read_lines(folder / SPANS_FILE, TimedSpan), start=1):
         found += [f"{SPANS_FILE}: line {number}: {text}" for text in _problems(lineage, chain, one)]
     return found
-
-
-def _lines(folder: Path) -> list[TimedSpan]:
-    path = folder / SPANS_FILE
-    if not is_there(path):
-        return []
-    try:
-        return [from_json(line, TimedSpan) for line in read_packed(path).splitlines()]
-    except (OSError, BadRecord) as error:
-        raise BadRecord(f"{path}: {error}") from error
 
 
 def _problems(lineage: Lineage, chain: list[str], one: TimedSpan) -> list[str]:

@@ -18,7 +18,7 @@ NUMBERS = re.compile(r"\[\n[-+\d.eE,\s]+\]")
 
 
 def record_json(record: msgspec.Struct) -> bytes:
-    """Indented JSON in which a list of numbers is one line: samples are many, and nobody reads them singly."""
+    """Indented JSON in which a list of numbers is one line: samples are many, and are not read singly."""
     text = msgspec.json.format(finite_json(record), indent=2).decode()
     return (NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found.group()), text) + "\n").encode()
 

@@ -50,7 +50,7 @@ def contain(request: dict[str, Any]) -> None:
 
     Returns in a grandchild where there are process namespaces; those above wait for it and end as it did.
     """
-    # The worker stands beside the package and nobody imports it; its containment knows the standard library alone.
+    # No part of the package imports the worker; its containment knows the standard library alone.
     spec = importlib.util.spec_from_file_location("containment", request["containment"])
     containment: Any = importlib.util.module_from_spec(spec) if spec else None
     if spec and spec.loader:

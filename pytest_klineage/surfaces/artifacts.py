@@ -3,7 +3,7 @@
 A recipe is the digest of what was asked for: source, flags, ABI header, architecture (see SurfaceBackend.recipe). What
 it was made with (toolchain, versions of headers) and what came out (SHA-256 of the file) stand in build.json. So a
 machine without a compiler finds by the recipe what another machine has built, and the verdict says with what. The
-check is against damage and mix-ups; it is no signature: whoever may write to DIR may put any kernel there.
+check is against damage and mix-ups; it is no signature: a user who may write to DIR may put any kernel there.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def store(root: Path, built: Built, source: KernelSource) -> None:
 def take(root: Path, recipe: str, source: KernelSource, cache: Path) -> Built | None:
     """A built kernel of a folder of artifacts, copied into the cache; None when the folder has none for this recipe.
 
-    What is loaded is the copy, so that nobody changes it after it was checked. Raises SurfaceFailure for one that does
+    What is loaded is the copy, so that it cannot change after it was checked. Raises SurfaceFailure for one that does
     not match its description or the source.
     """
     directory = root / recipe

@@ -82,7 +82,7 @@ class SurfaceBackend(ABC):
     """Whether a worker may start processes, as a just-in-time compiler does."""
 
     def recipe(self, source: KernelSource, *, platform: str) -> str:
-        """Digest of what is asked for, whatever this machine has installed; empty for a surface without artifacts.
+        """Build-request digest, independent of the installed toolchain; empty for a surface without artifacts.
 
         It covers source, flags, ABI header and architecture, and leaves out compilers and the versions of headers
         that are asked for by name: a machine without a compiler must come to the same one. Raises SurfaceFailure for

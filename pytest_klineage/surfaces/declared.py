@@ -65,7 +65,7 @@ def compile_ahead(source: KernelSource, directory: Path, target: CompileTarget, 
         "environment": target.environment,
         "directory": str(directory), "files": str(lay_out(source, directory / "files")), "out": str(out),
         "paths": python_path(), "readable": readable_for(target), "containment": str(CONTAINMENT),
-        # Compilers use several cores; the wall-clock limit is what holds, this one is for when nobody watches.
+        # Compilers use several cores; the wall-clock limit is what holds, this one is for an unsupervised process.
         "cpu_s": int(timeout_s * (os.cpu_count() or 1)) + 10,
     }  # fmt: skip
     asked = directory / "request.json"
@@ -86,7 +86,7 @@ def readable_for(target: CompileTarget) -> list[str]:
 def installation_of(program: str) -> str:
     """The folder that a program's own files lie in: /opt/gcc of /opt/gcc/bin/g++, whatever links lead there.
 
-    Nobody's home and no whole machine: of ~/bin/g++ it is ~/bin, of ~/g++ the program alone.
+    No home folder and no whole machine: of ~/bin/g++ it is ~/bin, of ~/g++ the program alone.
     """
     path, home = Path(program).resolve(), Path.home().resolve()
     folders = [path.parent.parent] if path.parent.name == "bin" else []

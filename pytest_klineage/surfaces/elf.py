@@ -16,7 +16,7 @@ DYNAMIC_SECTION, NEEDED = 6, 1
 UNDEFINED = 0
 """Section of a symbol that comes from another library."""
 LOCAL = 0
-"""Binding of a symbol that nobody outside can see."""
+"""Binding of a symbol that is not visible outside."""
 
 
 def check_entry(content: bytes, entry: str) -> None:

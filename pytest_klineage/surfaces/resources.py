@@ -83,7 +83,7 @@ def parse_ptxas(log: str) -> tuple[tuple[KernelResources, ...], str]:
 
 
 def parse_usage(text: str) -> tuple[KernelResources, ...]:
-    """Resources from `cuobjdump -res-usage`, by name. It tells no spills apart from other local memory.
+    """Resources from `cuobjdump -res-usage`, by name. It does not separate spills from other local memory.
 
     Where a kernel has shared memory, the figure includes what the system keeps for itself, and is given here without.
     """

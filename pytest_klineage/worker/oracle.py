@@ -65,7 +65,7 @@ class Oracle:
         """Set when the tensors lie on a GPU."""
 
     def serve(self) -> None:
-        """Answer until told to shut down or until the judge is gone."""
+        """Answer until asked to shut down or until the judge is gone."""
         handlers = {
             OpenCase: self.open_case, Attach: self.attach, Detach: self.detach,
             CheckRequest: self.check, TimeRequest: self.time, ProfileRequest: self.profile, Stock: self.stock,
@@ -192,7 +192,7 @@ class Oracle:
             seen: set[str] = set()
             for role in request.order:
                 if role in seen:
-                    # Nobody gets the same inputs twice; the two sides of a pair get the same.
+                    # No side gets the same inputs twice; the two sides of a pair get the same.
                     view, slot = self.turns.next_view(problems, fresh=fresh, timed=request.flush)
                     seen.clear()
                 seen.add(role)

@@ -179,7 +179,7 @@ class ProblemSet:
         return generator(self.secret, *purpose, device=self.device)
 
     def novel(self) -> Problem:
-        """A problem of the default input distribution that nobody has seen, with its answer and its own bounds."""
+        """A problem of the default input distribution that no kernel has seen, with its answer and its own bounds."""
         chosen = operator_of(self.case)
         inputs = chosen.make_inputs(
             self.case, self.random("novel", secrets.token_hex(16)), chosen.input_distributions[0]

@@ -45,7 +45,7 @@ class ReferenceKernel(LoadedKernel):
             else:
                 self._call = prepared_on_gpu(job.case, job.platform, job.variant, job.variant_ms, job.definition)
         except MissingDependency as missing:
-            # The judge knows an absent module by these words, whoever misses it, and skips with the remedy.
+            # The judge knows an absent module by these words and skips with the remedy.
             raise ModuleNotFoundError(f"No module named {missing.what!r}") from None
 
     def bind(self, memory: MappedMemory, slot: Slot, scalars: dict[str, float]) -> Invoke:

@@ -154,7 +154,7 @@ class WorkerHandle:
         raise WorkerProblem(Reason(code=Code.TAMPERING, message=message), role=self.role)
 
     def close(self) -> None:
-        """Tell the worker to stop and let go of it."""
+        """Ask the worker to stop and let go of it."""
         if self.stopper is not None:
             self.stopper.close()
             self.stopper = None
@@ -304,9 +304,7 @@ class WorkerHandle:
                 raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=forged))
             raise WorkerProblem(Reason(code=message.code, message=message.message))
         if not isinstance(message, kind) or (nonce is not None and getattr(message, "nonce", None) != nonce):
-            raise WorkerProblem(
-                Reason(code=Code.FORGED_REPLY, message=f"a {type(message).__name__} came that nobody had asked for")
-            )
+            raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=f"an unexpected {type(message).__name__} came"))
         return message
 
     def _integrity(

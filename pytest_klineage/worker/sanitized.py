@@ -100,7 +100,7 @@ def call_twice(job: Job) -> list[str]:
     for _ in range(CALLS):
         invoke()
         device.call(driver.cuCtxSynchronize)
-    # Some findings are told when their context ends.
+    # Some findings are reported when their context ends.
     device.call(driver.cuDevicePrimaryCtxReset, handle)
     return active
 

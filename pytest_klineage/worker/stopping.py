@@ -1,6 +1,6 @@
 """Stopping another process with all its threads, and seeing that it stays stopped. Knows Linux and nothing of kernels.
 
-By a cgroup of its own where one can be made: nobody inside can undo that. SIGSTOP everywhere else, which a SIGCONT
+By a cgroup of its own where one can be made: no process inside can undo that. SIGSTOP everywhere else, which a SIGCONT
 undoes that the process has arranged for; so what a stopped process is and has used is read from /proc, both ways.
 """
 

@@ -1,6 +1,6 @@
 """Traps in front of the machine code by which loaded libraries compute, for callers that go past the dispatcher.
 
-The static runtime, AOTInductor's C functions and whoever knows a mangled name call the kernels of operators directly.
+The static runtime, AOTInductor's C functions and users of a mangled name call the kernels of operators directly.
 Their first bytes are overwritten in this process's own copies of the pages; who calls them crashes. Functions that are
 reached through a pointer in data and exported by no name are not found.
 """

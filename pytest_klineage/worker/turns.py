@@ -71,7 +71,7 @@ class Turns:
 
 
 class Schedule:
-    """Which problem, symmetry transform and slot comes next. Drawn from the system's randomness: nobody can foresee
+    """Which problem, symmetry transform and slot comes next. Drawn from the system's randomness: no kernel can foresee
     it."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Schedule:
         self.until_novel, self.novel_drawn = self.random.randrange(NOVEL_EVERY_AT_FIRST), 0
 
     def novel_is_due(self) -> bool:
-        """True once in every few calls, at a place that nobody can foresee."""
+        """True once in every few calls, at a place that no kernel can foresee."""
         if self.perturbed_key is not None:
             return False
         self.until_novel -= 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_klineage.cli.main import main
 from pytest_klineage.gate.timing.statistics import paired_interval
 
 ROOT = Path(__file__).parents[2]
@@ -59,3 +60,15 @@ def test_published_intervals_follow_from_their_samples(run: str) -> None:
         )  # fmt: skip
         said = timing.speedup
         assert (again.low, again.estimate, again.high) == pytest.approx((said.low, said.estimate, said.high), rel=1e-4)
+
+
+def _rows(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if line.startswith("|")]
+
+
+@pytest.mark.parametrize("run", ["main_tier-sm90", "main_tier-cpu", "stages-sm90"])
+def test_published_tables_follow_from_their_records(run: str, tmp_path: Path) -> None:
+    folder = ROOT / "results" / run
+    main(["report", str(folder / "records.jsonl"), "--markdown", str(tmp_path / "table.md")])
+    assert _rows(folder / "table.md")
+    assert _rows(tmp_path / "table.md") == _rows(folder / "table.md")

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 
 from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.gate.host.cpu import usable_cores
@@ -39,7 +40,7 @@ def all_gpus() -> tuple[Gpu, ...]:
     nvml = open_nvml()
     if nvml is None:
         return tuple(_from_smi())
-    with nvml:
+    with closing(nvml):
         return tuple(_from_nvml(nvml))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from types import TracebackType
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -31,7 +31,7 @@ GPU_FLUSH_BYTES = 256 << 20
 
 
 class MemoryInfo(NamedTuple):
-    """Memory of a GPU: what nobody holds, and all of it."""
+    """Free and total device memory, in bytes."""
 
     free_bytes: int
     total_bytes: int
@@ -58,7 +58,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeviceMonitor(ABC):
-    """Looks at a place while something is timed there; a context manager."""
+    """Looks at a place while something is timed there; close it."""
 
     @abstractmethod
     def sample(self) -> None:
@@ -67,14 +67,6 @@ class DeviceMonitor(ABC):
     @abstractmethod
     def finish(self) -> Environment:
         """What was seen."""
-
-    def __enter__(self) -> DeviceMonitor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:  # noqa: B027 - a CPU has nothing to let go of
         """Let go of what was opened."""
@@ -141,7 +133,7 @@ class Host(ABC):
         """What no such machine exceeds on numbers of a type: what is faster has not been computed."""
 
     def peaks(self, threads: int, dtype: str) -> Peaks:
-        """What this very machine allows, by its data sheet; the bound where there is none."""
+        """What this machine allows, by its data sheet; the bound where there is none."""
         return self.bound(threads, dtype)
 
     product: str = ""
@@ -163,7 +155,7 @@ class Host(ABC):
         return Binding()
 
     def memory(self) -> MemoryInfo | None:
-        """The GPU's memory; None where there is no GPU, or nobody says."""
+        """The GPU's memory; None where there is no GPU, or it is not known."""
         return None
 
 
@@ -197,7 +189,7 @@ class CpuHost(Host):
 
 
 class DeviceHost(Host):
-    """One GPU. Raises NoGpu, which says what is amiss, when there is none for the platform."""
+    """One GPU. Raises NoGpu, with the cause, without one of the platform."""
 
     device = "cuda"
 
@@ -242,13 +234,13 @@ class DeviceHost(Host):
         nvml = open_nvml()
         if nvml is None:
             return None
-        with nvml:
+        with closing(nvml):
             memory = nvml.ask("nvmlDeviceGetMemoryInfo", nvml.handle(self.gpu.uuid))
         return None if memory is None else MemoryInfo(int(memory.free), int(memory.total))
 
 
 class CompileOnlyHost(Host):
-    """For building only: a platform whose GPU this machine has not."""
+    """Compile-only target; this host lacks the GPU."""
 
     device, lock = "cpu", "build"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from pytest_klineage.gate.host.nvml import Nvml, open_nvml, smi_rows
@@ -31,13 +31,13 @@ def read_state(gpu: Gpu) -> GpuState:
     if nvml is None:
         rows = smi_rows(SMI_FIELDS, gpu.uuid)
         return _state_from_smi(rows[0]) if rows else GpuState()
-    with nvml:
+    with closing(nvml):
         handle = nvml.handle(gpu.uuid)
         return GpuState() if handle is None else _state_from_nvml(nvml, handle, full=True)
 
 
 class GpuMeter:
-    """Readings of one GPU while it is timed; a context manager, or close it.
+    """Readings of one GPU while it is timed; close it.
 
     Take a sample at the end of each timed block, before the GPU goes idle: clocks and reasons are those of the moment.
     A sample is six calls to NVML. No file is opened and no process started; what it cost is in the summary. Without
@@ -49,19 +49,6 @@ class GpuMeter:
         self._handle: Any = self._nvml.handle(gpu.uuid) if self._nvml else None
         self._states: list[GpuState] = []
         self._costs_ms: list[float] = []
-
-    def __enter__(self) -> GpuMeter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def available(self) -> bool:
-        """Whether this meter can read anything."""
-        return self._handle is not None
 
     def sample(self) -> GpuState:
         """Read the GPU and remember it: clocks, power, its limit, temperature, reasons; not utilization or memory."""

@@ -20,7 +20,7 @@ OUTERMOST_PID_SPACE = "pid:[4026531836]"
 WORKER_MODULE = b"pytest_klineage.worker"
 """In the command line of every process of a gate: one that is not ours waits while we hold the GPU's lock."""
 IDLE_UTILIZATION = 0.05
-"""What a GPU may show that nobody uses: a desktop or a monitor."""
+"""What an unused GPU may show: a desktop or a monitor."""
 SETTLE_S = 1.2
 """Longer than the driver's sampling period (at most 1 s), after which work that has ended is out of its average."""
 CONTAINER = "in a container the driver may hide or renumber processes"
@@ -45,7 +45,7 @@ def foreign_processes(gpu: Gpu, own_pids: Collection[int], *, quiet: bool = Fals
     nvml = open_nvml()
     if nvml is None:
         return Neighbours(known=False, unknown_because="NVML is not there (pip install nvidia-ml-py)")
-    with nvml:
+    with contextlib.closing(nvml):
         handle = nvml.handle(gpu.uuid)
         if handle is None:
             return Neighbours(known=False, unknown_because=f"NVML does not know {gpu.uuid}")
@@ -76,7 +76,7 @@ def busy_gpu_reason(timed: Reason, neighbours: Neighbours, *, allow: bool) -> Re
 
 
 def neighbours_note(neighbours: Neighbours) -> str:
-    """What a verdict should say about the others: who was there, or why that is not known; empty when nobody was."""
+    """What a verdict says about other processes: which were there, or why that is not known; empty without any."""
     if who := _who(neighbours):
         return f"shared GPU: {who}"
     if neighbours.known:

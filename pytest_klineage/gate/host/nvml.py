@@ -8,7 +8,6 @@ import importlib
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 SMI_TIMEOUT_S = 30.0
@@ -18,19 +17,11 @@ ABSENT = ("[N/A]", "N/A", "[Not Supported]", "[Unknown Error]", "[Insufficient P
 
 
 class Nvml:
-    """NVML, initialised; use it as a context manager, or close it. A question without an answer is answered by None."""
+    """NVML, initialised; close it. A question without an answer is answered by None."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
         self._refusals: tuple[type[Exception], ...] = (module.NVMLError, _mismatch(module))
-
-    def __enter__(self) -> Nvml:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """Let go of the library; it counts its users itself."""

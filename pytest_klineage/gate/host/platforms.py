@@ -12,7 +12,7 @@ def resolve_platform(name: str) -> str:
     """
     if name.lower() != "auto":
         return platform_name(name)
-    # GPUs are looked for only when nobody has named the platform.
+    # GPUs are looked for only when no platform is named.
     from pytest_klineage.gate.host.gpus import best_platform
 
     return best_platform()

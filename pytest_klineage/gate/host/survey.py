@@ -102,7 +102,7 @@ def _gpu_parts(gpu: Gpu, *, visible: bool) -> Iterator[GpuPart]:
     yield GpuPart(f"{name} now", True, _state_line(read_state(gpu)))
     yield _use_part(gpu, name)
     if gpu.persistence is False:
-        detail = "off: the driver is loaded anew for every program, and clocks start low"
+        detail = "off: the driver is loaded again for every program, and clocks start low"
         yield GpuPart(f"{name} persistence", False, detail, f"sudo nvidia-smi -i {gpu.index} -pm 1")
 
 

@@ -1,6 +1,6 @@
 """Where OpenMP's threads of a kernel and its reference run on a CPU. Pure but for the reading of sysfs.
 
-Threads that nobody binds may wake on one processor after a pause and share it for a time slice or two, however many
+Unbound threads may wake on one processor after a pause and share it for a time slice or two, however many
 others are idle. That takes milliseconds, on both sides of a pair, and pulls every ratio towards 1.
 """
 
@@ -62,7 +62,7 @@ def binding_here(threads: int) -> Binding:
 
 
 def siblings_of(processor: int, topology: Path = TOPOLOGY) -> frozenset[int]:
-    """The processors of the same core, by sysfs; the processor alone where nobody says."""
+    """The processors of the same core, by sysfs; the processor alone where that is not known."""
     try:
         return parse_list((topology / f"cpu{processor}" / "topology" / "thread_siblings_list").read_text())
     except (OSError, ValueError):

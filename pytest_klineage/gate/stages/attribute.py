@@ -42,7 +42,7 @@ VENDOR = re.compile(
 )
 CUTLASS = re.compile(r"\bcutlass::(Kernel|device_kernel|gemm::kernel)")
 COPY = re.compile(r"^(Memcpy|Memset)|\bat::native::FillFunctor<")
-"""Copies and fills, which compute nothing, whoever asked for them."""
+"""Copies and fills, which compute nothing."""
 
 
 def owner_of(name: str, *, own_symbols: Iterable[str] = ()) -> Owner:

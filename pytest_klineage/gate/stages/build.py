@@ -44,7 +44,7 @@ def build_kernel(source: KernelSource, platform: str, settings: GateSettings) ->
 def own_names(build: Build) -> tuple[str, ...]:
     """Macros that rename the kernels of a build whose names look like a vendor's or the framework's.
 
-    Whose kernel was executed is read from its name. Kernels that the source defines get names which nobody else has; a
+    Whose kernel was executed is read from its name. Kernels that the source defines get unique names; a
     library's kernel keeps its name, so a kernel of the same name beside it (a decoy) makes nothing the candidate's own.
     """
     names = sorted({kernel.function for kernel in build.kernels})
@@ -72,7 +72,7 @@ def renamed_notes(build: Build) -> tuple[str, ...]:
 def resource_reasons(case: KernelCase, build: Build, surface: Surface) -> tuple[Reason, ...]:
     """What the case demands of registers and instructions and the kernels have not.
 
-    Raises MissingDependency when instructions are demanded and nobody could look.
+    Raises MissingDependency when instructions are demanded and cannot be read.
     """
     if not build.kernels and surface not in AHEAD:
         return ()

@@ -58,7 +58,7 @@ MALFUNCTION = re.compile(r"Internal |Error: (?!process didn't|couldn't find exit
 """Trouble after which a summary without errors means nothing."""
 BACKTRACE = re.compile(r"Saved host backtrace|Host Frame|Device Frame|Launch of|\.\.\.")
 FOLDER = re.compile(r"(?<= in )\S*/(?=[^/\s]+:\d)")
-"""The folder of a source file: that of a build, which nobody can look at any more."""
+"""The folder of a source file: that of a build, which no longer exists."""
 
 
 class SanitizerRun(msgspec.Struct, frozen=True, kw_only=True):

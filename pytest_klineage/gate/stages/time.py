@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from statistics import median
 
 import msgspec
@@ -37,7 +38,7 @@ class TimedStage:
         decisive: Reason | None = None
         for name in (self.context.settings.policy, *self.context.settings.also_policies):
             host = self.context.gate.host
-            with machine_lock(host.lock, alone=True), host.monitor() as self.monitor:
+            with machine_lock(host.lock, alone=True), closing(host.monitor()) as self.monitor:
                 started = time.monotonic()
                 outcome = self._measure(name, opened)
                 seconds, seen = time.monotonic() - started, self.monitor.finish()

@@ -99,7 +99,7 @@ def shows_memory(samples: Samples) -> bool:
 
 
 def may_be_precise(samples: Samples) -> bool:
-    """Whether there are pairs enough on new and on known inputs to tell memory, where there are both kinds."""
+    """Whether there are pairs enough on new and on known inputs to detect memory, where there are both kinds."""
     new = sum(samples.novel)
     return new == 0 or new == len(samples.novel) or min(new, len(samples.novel) - new) >= LEAST_NOVEL
 

@@ -13,7 +13,7 @@ from pytest_klineage.gate.timing.statistics import quantile
 from pytest_klineage.records import Code, Reason
 
 GROUPS_APART = 1.5
-"""Factor between the medians of two groups above which they are told apart in words."""
+"""Factor between the medians of two groups above which a message distinguishes them."""
 SMALLEST_GROUP = 0.1
 """Share of the samples that a group has at least."""
 HOPELESS = 0.5

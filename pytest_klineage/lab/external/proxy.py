@@ -240,7 +240,7 @@ class _Exchange:
                 self.proxy.meter.note(CLIENT_TOPIC, f"call {self.number}: the client left before the reply's end")
 
     def _failed(self, failure: Failure, message: str, status: int, *, billed: bool) -> None:
-        """Settle a call that brought no whole reply, and tell the client where that is still possible."""
+        """Settle a call that brought no whole reply, and inform the client where that is still possible."""
         if not self.settled:
             self.settled = True
             self.proxy.meter.fail(self.number, failure, message, billed=billed)

@@ -53,7 +53,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     streams: bool
     life: CacheLife
     hides_usage: bool = False
-    """Whether the stream's last event, which tells the usage, was not asked for by the client."""
+    """Whether the stream's last event, which has the usage, was not requested by the client."""
     rewritten: tuple[str, ...] = ()
     """What was changed, for the trajectory."""
 

@@ -38,7 +38,7 @@ class MethodSettings(msgspec.Struct, frozen=True, kw_only=True):
     goal: str = ""
     """A sentence on what is wanted, shown to the model by the methods with one chat."""
     announced_steps: int = 0
-    """How many steps such a method tells the model that it has; 0 for none."""
+    """Number of steps that such a method announces to the model; 0 for none."""
     max_steps: int = 0
     """The loop's limit: a published method goes on at least so long."""
     rules_path: Path | None = None

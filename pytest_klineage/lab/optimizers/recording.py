@@ -69,7 +69,7 @@ def disagreements(rejudged: Iterable[Rejudged]) -> str:
 
 
 class Recording:
-    """What earlier events tell a run that does the same again."""
+    """Earlier events, for a run that repeats them."""
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.settings: dict[str, str] = {}

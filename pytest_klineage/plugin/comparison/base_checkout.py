@@ -45,7 +45,7 @@ class KernelFiles:
         return not skipped and not (folder / "pyvenv.cfg").exists()
 
     def locate(self, file: SourceFile, near: Path) -> Path | None:
-        """Where a kernel's file lies; of equal files the nearest one to `near`, a folder. None when it is nowhere."""
+        """Where a kernel's file lies; ties resolve to the path closest to the folder `near`. None if not found."""
         same = [path for path in self._by_name.get(file.name, ()) if _text(path) == file.text]
         return min(same, key=lambda path: (-_shared(path, near), str(path)), default=None)
 

@@ -44,7 +44,7 @@ def register_baselines(session: KlineageSession) -> None:
 class BaselineHooks:
     """pytest's hooks for one process. Raises UsageError for a baseline that is damaged, or a base that is no folder.
 
-    Where kernels that are slower shall fail, a baseline that nobody has pinned stops the run before it begins.
+    Where kernels that are slower shall fail, a baseline that is not pinned stops the run before it begins.
     """
 
     def __init__(self, session: KlineageSession, plan: Plan) -> None:

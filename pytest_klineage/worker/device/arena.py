@@ -1,4 +1,4 @@
-"""Device memory between the oracle and one worker: slots, guard bands, tensors. The twin of arena.py on a GPU."""
+"""Device memory between the oracle and one worker: slots, guard bands, tensors. What host/arena.py is on a CPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The call loop of a worker on a GPU: blocks of calls queued without waiting, timed by events, replayed as graphs.
 
 Three moments of every call are taken on the device: its start, the end of what it queued on its stream, and the moment
-when nothing at all was left to do in the context. Work on another stream lies between the second and the third; the
+when nothing was left to do in the context. Work on another stream lies between the second and the third; the
 next call's flush waits for the third, so nothing hides behind it.
 """
 

@@ -117,7 +117,7 @@ class Blocks:
         return timed
 
     def _timed(self, request: TimeRequest) -> Timed:
-        """Blocks for all roles; the two sides of a pair get the same inputs, and nobody gets the same twice."""
+        """Blocks for all roles; the two sides of a pair get the same inputs, and no side the same twice."""
         samples: list[TimedCall] = []
         queued, per_sample = request.mode == "queued", 1
         for _ in range(1 if queued else request.reps):
@@ -164,7 +164,7 @@ class Blocks:
         return handle
 
     def _views(self, request: TimeRequest | ProfileRequest, role: str) -> tuple[list[View], bool]:
-        """Inputs for every slot: symmetry transforms of known problems, or, in some blocks, of one that nobody has
+        """Inputs for every slot: symmetry transforms of known problems, or, in some blocks, of one that no kernel has
         met."""
         turns = self.turns
         problems: ProblemSet = turns.problem_set()

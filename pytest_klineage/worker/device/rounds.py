@@ -67,7 +67,7 @@ class CallBlock(msgspec.Struct, frozen=True, kw_only=True):
     graph: bool = False
     profile: bool = False
     alone: bool = True
-    """Whether nobody else uses the GPU meanwhile; where others do, the device is late for reasons of theirs."""
+    """Whether no other process uses the GPU meanwhile; where others do, the device is late for reasons of theirs."""
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class EarlyLook:
     """Random elements of all outputs of a block, to be read the moment the block has ended."""
 
     def __init__(self, arena: DeviceArena, slots: Sequence[int]) -> None:
-        # The last call's first: nobody had less time to fill it in afterwards.
+        # The last call's first: it left the least time to be filled in afterwards.
         self._flat = {
             slot: {name: flat_bits(tensor) for name, tensor in arena.outputs(slot).items()}
             for slot in dict.fromkeys(reversed(slots))
@@ -267,7 +267,7 @@ class DeviceWorkerHandle(WorkerHandle):
         ]
         gap_ns = max(0, wall_ns - returned.span_ns) // block.calls
         if block.graph or block.profile:
-            gap_ns = 0  # recording a graph and starting a profiler take the host long, whoever's kernel it is
+            gap_ns = 0  # recording a graph and starting a profiler take the host long, with any kernel
         middle, mean = sorted(times)[len(times) // 2], sum(times) // len(times)
         if mean > UNEVEN * middle:
             # One call that does the work of all others would leave the median short.

@@ -104,7 +104,7 @@ class SharedArena:
         self.arena = plan(signature)
         self.fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.arena.num_bytes)
-        # Whoever could make it smaller would end this process at its next access.
+        # A process that made it smaller would end this one at its next access.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.buffer = mmap.mmap(self.fd, self.arena.num_bytes)
         self.memory = Memory(self.buffer)

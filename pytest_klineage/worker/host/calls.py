@@ -61,7 +61,7 @@ class CallLoop:
         self._materialise = materialise_if_needed()
 
     def serve(self) -> None:
-        """Answer until told to stop or until the oracle is gone."""
+        """Answer until asked to stop or until the oracle is gone."""
         while True:
             try:
                 request: ToWorker = self.channel.receive(ToWorker, timeout_s=None)

@@ -20,7 +20,7 @@ STEP, START = 6364136223846793005, 1442695040888963407
 def output_digest(memory: memoryview, slot: Slot, nonce: int) -> str:
     """Digest of a slot's outputs as they lie in memory now; of large ones, of pieces that `nonce` decides.
 
-    Nobody can choose outputs for a digest: a sum of bits could be met by changing some of them within the tolerance.
+    Outputs cannot be chosen for a digest: a sum of bits could be met by changing some of them within the tolerance.
     """
     found = hashlib.blake2b(digest_size=16)
     for placement in slot.outputs:

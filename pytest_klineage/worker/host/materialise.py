@@ -32,7 +32,7 @@ LAYOUT: Any = _base.layout
 RECORDS: Any = torch.return_types
 CONTAINERS = frozenset({tuple, list, *(kind for kind in vars(RECORDS).values() if isinstance(kind, type))})
 """What outputs may be returned in, beside a dict: exactly these types, the last of them those of torch.topk and its
-like. Nobody can derive from those, and looking through any of these runs no code of the candidate's."""
+like. No class can derive from those, and looking through any of these runs no code of the candidate's."""
 DETACH: Callable[..., Any] = _base.detach
 
 

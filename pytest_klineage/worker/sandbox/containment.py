@@ -314,7 +314,7 @@ def seccomp_program(
             continue
         program += [(EQUAL, 0, 1, number), refuse]
     for name in ("kill", "tkill", "tgkill"):
-        # A process may signal itself, as abort() does, and nobody else.
+        # A process may signal itself, as abort() does, and no other.
         if not (allow_processes and name == "kill"):
             program += _only(numbers[name], EQUAL, own_pid)
     program += _only(numbers["prlimit64"], EQUAL, 0)
@@ -322,7 +322,7 @@ def seccomp_program(
         program += _never(numbers[name], commands)
     program += _never_asynchronous(numbers["fcntl"])
     if not allow_processes:
-        # Threads are wanted, processes are not; clone3 hides its flags behind a pointer, so libc is told to use clone.
+        # Threads are wanted, processes are not; clone3 hides its flags behind a pointer, so libc has to use clone.
         program += [(EQUAL, 0, 1, numbers["clone3"]), absent, *_only(numbers["clone"], BIT_SET, CLONE_THREAD)]
     program.append(allow)
     return program

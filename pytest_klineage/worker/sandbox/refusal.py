@@ -2,7 +2,7 @@
 
 Every operator gets CPU and CUDA implementations that raise, except allocation, views, copies and type glue; where a
 definition only moves bytes, copies raise too. The override sits in the dispatcher, so it also holds in other threads
-and for calls from C++. Whoever calls a function of the framework's library directly meets a trap (traps.py).
+and for calls from C++. A direct call of a function of the framework's library meets a trap (traps.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pytest_klineage.operators.distributions import CHUNK, normal
-from pytest_klineage.operators.tolerance import levels, nudged
+from pytest_klineage.operators.tolerance import levels, rounding_perturbed
 
 
 def drawn(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_the_generator_goes_on_after_them() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_nudge_is_one_rounding_error(dtype: torch.dtype) -> None:
     tensor = drawn((4096,)).to(dtype)
-    moved = nudged(tensor, torch.Generator().manual_seed(1))
+    moved = rounding_perturbed(tensor, torch.Generator().manual_seed(1))
     relative = ((moved - tensor.double()) / tensor.double()).std() / (torch.finfo(dtype).eps / 2)
     assert moved.dtype is torch.float64
     # In float64 the moved number is itself rounded, which adds some.

@@ -95,7 +95,7 @@ def test_an_empty_line_of_context_may_have_lost_its_blank() -> None:
         (CHANGE.replace(f"+++ b/{FILE}", "+++ b/other.cpp"), "renames kernel.cpp to other.cpp"),
         (CHANGE.replace(f"--- a/{FILE}", "--- /dev/null"), "adds kernel.cpp, which is there already"),
         (CHANGE.replace(f"+++ b/{FILE}", "+++ /dev/null"), "leaves 4 of its lines"),
-        ("--- /dev/null\n+++ /dev/null\n", "names no file at all"),
+        ("--- /dev/null\n+++ /dev/null\n", "names no file"),
         (f"--- a/{FILE}\n", "line 2 of the diff is not"),
         ("change b to c\n", "line 1 of the diff is not"),
         (CHANGE + "and some prose\n", "line 7 of the diff is not"),

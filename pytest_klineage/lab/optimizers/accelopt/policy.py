@@ -146,7 +146,7 @@ def telling_pairs(
 def _representatives(
     samples: Iterable[PlanSample], beam: Sequence[Candidate]
 ) -> dict[tuple[int, int], tuple[PlanSample, float]]:
-    """Of every plan the sample that stands for it, with its speedup over the parent; none for one of exactly 1."""
+    """One representative per plan, with its speedup over the parent; plans with speedup exactly 1 are omitted."""
     plans: dict[tuple[int, int], list[tuple[PlanSample, float]]] = {}
     for sample in samples:
         speedup = sample.speedup(beam[sample.row])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -104,16 +105,14 @@ def test_a_meter_without_nvml_reads_nothing_and_disturbs_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with_smi(monkeypatch, tmp_path, f": > {tmp_path / 'called'}")
-    with GpuMeter(some_gpu()) as meter:
-        assert not meter.available
+    with closing(GpuMeter(some_gpu())) as meter:
         assert meter.sample() == GpuState()
     assert meter.summary() == GpuReadings(readings=0)
     assert not (tmp_path / "called").exists()
 
 
 def test_a_meter_sums_up_what_it_saw(nvml: Any) -> None:
-    with GpuMeter(gpus.gpus()[0]) as meter:
-        assert meter.available
+    with closing(GpuMeter(gpus.gpus()[0])) as meter:
         for clock, reasons in ((1980, 0), (1455, 0x4), (1530, 0x4)):
             nvml.GPUS[0] |= {"clocks": {1: clock, 2: 3201}, "reasons": reasons}
             assert meter.sample().sm_clock_mhz == clock
@@ -127,7 +126,7 @@ def test_a_meter_sums_up_what_it_saw(nvml: Any) -> None:
 
 def test_a_sample_is_few_questions_and_none_of_the_slow_ones(nvml: Any) -> None:
     gpu = gpus.gpus()[0]
-    with GpuMeter(gpu) as meter:
+    with closing(GpuMeter(gpu)) as meter:
         nvml.CALLS.clear()
         meter.sample()
         assert len(nvml.CALLS) <= 6

@@ -50,7 +50,7 @@ def test_a_walk_goes_from_naive_to_expert(run: Run) -> None:
     assert status == 0
     assert lines[0] == "gemm/cpu-cpp: gemm-64x64x64-fp32, 2 steps from naive to the expert"
     assert lines[1] == "00 naive, 2 ms: pytest-klineage lineage show gemm/cpu-cpp 0"
-    assert lines[2] == "step 1 of 2 adds tile_stage: 1.5x [1.4, 1.6], 1 refused on the way"
+    assert lines[2] == "step 1 of 2 adds tile_stage: 1.5x [1.4, 1.6], 1 refused"
     assert lines[3:5] == ["  where: run", "  what: adds tile_stage"]
     assert lines[5] == "01 tile stage, 2 ms: pytest-klineage lineage show gemm/cpu-cpp 1"
     assert "ended: naive_reached: nothing is left" in lines
