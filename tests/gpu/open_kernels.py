@@ -31,6 +31,8 @@ COMPILER_LIMITS = {"load_timeout_s": 60.0, "run_timeout_s": 60.0}
 class Attack(msgspec.Struct, frozen=True, kw_only=True):
     """A generic attack on an operator of a user's file."""
 
+    generic: str
+    """What it does, in words that other machines' tables share."""
     name: str
     surface: Surface
     operator: str
@@ -68,22 +70,23 @@ def source_of(surface: Surface, name: str) -> KernelSource:
 
 REPLAYED = ("wrong_value.mismatch", "cheat.replay")
 EVERYWHERE = {
-    "unwritten row": ("softmax", ("wrong_value.unwritten", "cheat.replay")),
-    "memo by pointer": ("softmax", REPLAYED),
-    "memo by samples": ("softmax", REPLAYED),
-    "stream escape": ("softmax", ("cheat.late_work",)),
-    "mutated input": ("softmax", ("wrong_value.input_mutated",)),
-    "lower precision": ("softmax", REPLAYED),
-    "residual left": ("add_norm", REPLAYED),
-    "memo in place": ("add_norm", REPLAYED),
+    "unwritten row": ("unwritten output", "softmax", ("wrong_value.unwritten", "cheat.replay")),
+    "memo by pointer": ("memo by pointer", "softmax", REPLAYED),
+    "memo by samples": ("memo by contents", "softmax", REPLAYED),
+    "stream escape": ("late work", "softmax", ("cheat.late_work",)),
+    "mutated input": ("input mutation", "softmax", ("wrong_value.input_mutated",)),
+    "lower precision": ("lower precision", "softmax", REPLAYED),
+    "residual left": ("in-place tensor left alone", "add_norm", REPLAYED),
+    "memo in place": ("memo by pointer", "add_norm", REPLAYED),
 }
 ATTACKS = [
-    Attack(name=name, surface=surface, operator=operator, codes=codes)
+    Attack(generic=generic, name=name, surface=surface, operator=operator, codes=codes)
     for surface in FILES
-    for name, (operator, codes) in EVERYWHERE.items()
+    for name, (generic, operator, codes) in EVERYWHERE.items()
 ]
 ATTACKS.append(
     Attack(
-        name="memo by contents", surface=Surface.CUDA, operator="iterated", codes=("slower.than_required",), at_least=1
+        generic="memo by contents", name="memo by contents", surface=Surface.CUDA, operator="iterated",
+        codes=("slower.than_required",), at_least=1,
     )
 )  # fmt: skip
