@@ -298,6 +298,12 @@ COLLECTED = {
     "a signature": ('@operator("x[M -> y[M]")\ndef f(x): ...', "*test_it.py:2: operator f: *'x[M' is no tensor*"),
     "parameters": ('@operator("x[M] -> y[M]")\ndef f(a): ...', "*test_it.py:2: operator f: *the parameters are (a)*"),
     "a type": ('@operator("x[M] -> y[M]", dtypes=("half",))\ndef f(x): ...', "*unknown dtype 'half'*fp16*"),
+    "no signature": ("@operator\ndef f(x): ...", "test_it.py:2: @operator needs the signature first: *"),
+    "a class": ('@operator("x[M] -> y[M]")\nclass f: ...', "test_it.py:2: @operator stands before a function, *"),
+    "an option": (
+        '@operator("x[M] -> y[M]")\ndef f(x, *, k=None): ...',
+        "test_it.py:2: operator f: the option k has the default None; *",
+    ),
     "no file": ('@kernel_case((4,), "fp32", op="none.py:f")\ndef test(kernel_gate): ...', "*there is no file *none.py"),
     "a reference": (
         '@operator("x[M] -> y[M]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f, ref="cublas")\n'
@@ -331,6 +337,8 @@ def test_what_is_seen_at_collection(pytester: pytest.Pytester, text: str, line: 
     result = pytester.runpytest("--collect-only", "-q", "-p", "no:cacheprovider")
     assert result.ret != 0
     result.stdout.fnmatch_lines([line])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*pytest_klineage[/.]*")
 
 
 REFERENCES = (
