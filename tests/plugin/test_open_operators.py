@@ -392,6 +392,14 @@ def test_in_place(kernel_gate):
 def test_absent(kernel_gate):
     kernel_gate("softmax.cpp")
 
+@kernel_case((12, 20), "fp32", op=softmax, ref="mylib:raises", **EASY)
+def test_raises(kernel_gate):
+    kernel_gate("softmax.cpp")
+
+@kernel_case((12, 20), "fp32", op=softmax, ref="mylib:nothing", **EASY)
+def test_nothing(kernel_gate):
+    kernel_gate("softmax.cpp")
+
 @kernel_case((16, 16, 16), "fp32", op="gemm", ref="mylib:gemm", **EASY)
 def test_a_shipped_operator(kernel_gate):
     kernel_gate("good.cpp")
@@ -417,6 +425,9 @@ def add_norm(x, residual, w, eps):
 
 def gemm(a, b):
     return a @ b
+
+def raises(x):
+    raise ValueError("not today")
 """
 
 
@@ -425,7 +436,12 @@ def test_references_in_a_users_words(
 ) -> None:
     pytester.makepyfile(mylib=MYLIB, test_refs=REFERENCES)
     result = pytester.runpytest_subprocess(*quick, "--klineage-platform=cpu", "-rs")
-    result.assert_outcomes(passed=4, skipped=1)
+    result.assert_outcomes(passed=4, skipped=1, failed=2)
+    result.stdout.fnmatch_lines([
+        "klineage: mylib.py:22: ValueError: not today (the reference mylib.py:raises)",
+        "klineage: mylib.py has no function 'nothing' (the reference mylib.py:nothing)",
+    ])  # fmt: skip
+    result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.fnmatch_lines(["*skipped.missing_dependency*no_such_package*"])
 
 
