@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency
+from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDependency, UsageError
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.host.cpu import usable_cores
 from pytest_klineage.gate.host.hosts import host_for
@@ -45,7 +45,7 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.references import UnsupportedCase, reference_of
 from pytest_klineage.references.device import chosen_variant
-from pytest_klineage.references.functions import COMPILED
+from pytest_klineage.references.functions import COMPILED, FUNCTION
 from pytest_klineage.references.refusals import refusal_in
 from pytest_klineage.surfaces import Built, surface_backend
 
@@ -294,6 +294,8 @@ class JudgementContext:
                 raise DeviceOutOfMemory(f"the reference {self.case.reference} found no memory on the GPU: {cause}")
             if reasons and reasons[0].code is Code.EXCEPTION and (why := self._refusal(cause)):
                 raise UnsupportedCase.of(self.case.reference, self.case, self.gate.platform, why)
+            if FUNCTION.fullmatch(self.case.reference):
+                raise UsageError(f"{findings.raised_at(cause)} (the reference {self.case.reference})")
             raise HarnessError(f"the reference {self.case.reference} failed: {cause} {text}".strip())
         self.log = text
         return Rejected(*(Reason(code=r.code, message=findings.clean(r.message), evidence=r.evidence) for r in reasons))

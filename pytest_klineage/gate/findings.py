@@ -365,3 +365,11 @@ def library_reason(libraries: tuple[str, ...]) -> Reason | None:
     if not libraries:
         return None
     return Reason(code=Code.WRAPPER_LIBRARY, message=f"the kernel loaded {', '.join(libraries)}")
+
+
+def raised_at(traceback: str) -> str:
+    """The last line of a traceback, after the place of the last frame that is not ours."""
+    frames = re.findall(r'^ *File "([^"]+)", line (\d+)', traceback, re.MULTILINE)
+    places = [f"{path.rpartition('/')[2]}:{line}: " for path, line in frames if "/pytest_klineage/" not in path]
+    last = traceback.strip().rpartition("\n")[2].strip().removeprefix("pytest_klineage.errors.UsageError: ")
+    return "".join([*places[-1:], last])

@@ -72,7 +72,7 @@ def operator(
             num_bytes=min_bytes, may_ignore=may_ignore, defaults=defaults, name=name,
         )  # fmt: skip
 
-    if callable(signature):
+    if not isinstance(signature, str):
         raise UsageError('@operator needs the signature first: @operator("x[M,N] -> y[M,N]")')
     return define
 

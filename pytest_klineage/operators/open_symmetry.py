@@ -114,7 +114,10 @@ def declared(
     if function is None:
         raise operator.error("no symmetry is declared")
     given = arguments_for(operator, case, function, inputs, generator)
-    result = function(**given)
+    try:
+        result = function(**given)
+    except Exception as error:  # a user's code may raise anything
+        raise operator.error(f"{function.__name__} failed: {type(error).__name__}: {error}", function) from None
     if not isinstance(result, tuple) or len(result) != 2 or not callable(result[1]):
         raise operator.error("the symmetry returns (inputs, way back), the second a function of the results", function)
     moved = {**inputs, **by_name(operator, function, result[0], [name for name in given if name in inputs])}

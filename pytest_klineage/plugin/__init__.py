@@ -8,7 +8,13 @@ import pytest
 
 from pytest_klineage.plugin.distribution import pytest_xdist_auto_num_workers
 from pytest_klineage.plugin.hooks import Hooks
-from pytest_klineage.plugin.markers import MARKER_LINE, case_of, pytest_generate_tests, pytest_pycollect_makeitem
+from pytest_klineage.plugin.markers import (
+    MARKER_LINE,
+    case_of,
+    pytest_generate_tests,
+    pytest_make_collect_report,
+    pytest_pycollect_makeitem,
+)
 from pytest_klineage.plugin.options import COMPARING_NAMES, add_options
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
 
@@ -24,6 +30,7 @@ __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_generate_tests",
+    "pytest_make_collect_report",
     "pytest_pycollect_makeitem",
     "pytest_xdist_auto_num_workers",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pytest
 from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from pathlib import Path
 
     from pytest_klineage.operators import Operator
@@ -24,6 +25,8 @@ MARKER_LINE = (
     'prepare="", max_spills=None, requires=(), **options): the case that the kernel of this test is judged on; see the '
     "kernel_gate fixture."
 )
+PLACE = re.compile(r"\S+\.py:\d+: ")
+"""How a message begins that names its line."""
 CASE_KEY = pytest.StashKey["KernelCase"]()
 SHAPE = "klineage_shape"
 """The parameter that the shapes of a sweep become."""
@@ -242,6 +245,25 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
             except KlineageError as error:
                 raise collector.CollectError(f"{item.nodeid}: {error}") from None
     return made
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
+    """Misuse in a test file is one line with its place there, and no traceback."""
+    report = yield
+    found = report.call.excinfo if report.call is not None else None
+    if found is not None and isinstance(found.value, UsageError) and not collector.config.getoption("fulltrace"):
+        report.longrepr = _placed(collector, found)
+    return report
+
+
+def _placed(collector: pytest.Collector, found: pytest.ExceptionInfo[BaseException]) -> str:
+    """An error's message, with the file's name and the line at which it was raised unless it has them."""
+    message, path = str(found.value), getattr(collector, "path", None)
+    if PLACE.match(message):
+        return message
+    lines = [entry.lineno + 1 for entry in found.traceback if entry.path == path]
+    return ":".join([collector.nodeid, *map(str, lines[-1:]), f" {message}"])
 
 
 def _shape(shape: Any) -> tuple[int, ...] | dict[str, int]:

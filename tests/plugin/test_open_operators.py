@@ -91,6 +91,20 @@ def e4m3(value):
         steps, power = 8, power + 1
     return sign | (((power + 7) << 3) + steps - 8 if steps >= 8 else steps)
 """
+DEQUANTISE_CPP = (
+    RATE
+    + """
+    const klineage_tensor &x = call->inputs[0], &y = call->outputs[0];
+    if (x.dtype != KLINEAGE_FLOAT8_E4M3) return 1;
+    for (int64_t i = 0; i < x.shape[0] * x.shape[1]; ++i) {
+        const int code = ((const uint8_t *)x.data)[i], power = code >> 3 & 15;
+        const float size = power ? std::ldexp(8 + (code & 7), power - 10) : std::ldexp(code & 7, -9);
+        ((float *)y.data)[i] = (code & 128 ? -size : size) * ((const float *)call->inputs[1].data)[i / x.shape[1]];
+    }
+    return 0;
+}
+"""
+)
 LOOKUP_PY = """
 import ctypes
 
@@ -134,6 +148,10 @@ def add(x, y):
 def quantise(x):
     scale = x.float().abs().amax(-1) / 448
     return (x.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+@operator("x[M,N]: fp8_e4m3, scale[M]: fp32 -> y[M,N]")
+def dequantise(x, scale):
+    return x.float() * scale[:, None]
 
 @operator("x[T,D], table[V,D], idx[T]: int64 < V, keep[T]: bool -> y[T,D], best[T]: int64")
 def lookup(x, table, idx, keep):
@@ -180,6 +198,10 @@ def test_in_place_python(kernel_gate, entry):
 def test_eight_bits(kernel_gate):
     kernel_gate("quantise.py")
 
+@kernel_case((12, 20), "fp32", op=dequantise, **EASY)
+def test_from_eight_bits(kernel_gate):
+    kernel_gate("dequantise.cpp")
+
 @kernel_case((11, 16, 9), "fp32", op=lookup, **EASY)
 def test_whole_numbers(kernel_gate):
     kernel_gate("lookup.py")
@@ -206,7 +228,8 @@ RUNNING_CPP = (
 def own(pytester: pytest.Pytester) -> Path:
     for name, text in {
         "softmax.cpp": SOFTMAX_CPP, "add_norm.cpp": ADD_NORM_CPP, "add.py": ADD_PY, "quantise.py": QUANTISE_PY,
-        "lookup.py": LOOKUP_PY, "running.cpp": RUNNING_CPP, "pytest.ini": "[pytest]\n",
+        "lookup.py": LOOKUP_PY, "running.cpp": RUNNING_CPP,
+        "dequantise.cpp": DEQUANTISE_CPP, "pytest.ini": "[pytest]\n",
     }.items():  # fmt: skip
         (pytester.path / name).write_text(text)
     return pytester.path
@@ -217,12 +240,12 @@ def test_operators_of_a_test_file_are_judged(
 ) -> None:
     pytester.makepyfile(test_own=SUITE)
     result = pytester.runpytest_subprocess(*processes, *quick, "--klineage-platform=cpu")
-    result.assert_outcomes(passed=9, failed=1)
+    result.assert_outcomes(passed=10, failed=1)
     result.stdout.fnmatch_lines(["*wrong_shape.count: the kernel returned a new tensor for x*in place*"])
 
     (path,) = own.glob("results/runs/*/records.jsonl")
     verdicts = {record.nodeid.partition("::")[2]: record.verdict for record in read_run(path).records}
-    assert len(verdicts) == 10
+    assert len(verdicts) == 11
     assert verdicts["test_in_place_python[elsewhere]"].status is Status.WRONG_SHAPE
     definition = verdicts["test_native"].case.definition
     assert definition is not None
@@ -298,6 +321,12 @@ COLLECTED = {
     "a signature": ('@operator("x[M -> y[M]")\ndef f(x): ...', "*test_it.py:2: operator f: *'x[M' is no tensor*"),
     "parameters": ('@operator("x[M] -> y[M]")\ndef f(a): ...', "*test_it.py:2: operator f: *the parameters are (a)*"),
     "a type": ('@operator("x[M] -> y[M]", dtypes=("half",))\ndef f(x): ...', "*unknown dtype 'half'*fp16*"),
+    "no signature": ("@operator\ndef f(x): ...", "test_it.py:2: @operator needs the signature first: *"),
+    "a class": ('@operator("x[M] -> y[M]")\nclass f: ...', "test_it.py:2: @operator stands before a function, *"),
+    "an option": (
+        '@operator("x[M] -> y[M]")\ndef f(x, *, k=None): ...',
+        "test_it.py:2: operator f: the option k has the default None; *",
+    ),
     "no file": ('@kernel_case((4,), "fp32", op="none.py:f")\ndef test(kernel_gate): ...', "*there is no file *none.py"),
     "a reference": (
         '@operator("x[M] -> y[M]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f, ref="cublas")\n'
@@ -331,6 +360,8 @@ def test_what_is_seen_at_collection(pytester: pytest.Pytester, text: str, line: 
     result = pytester.runpytest("--collect-only", "-q", "-p", "no:cacheprovider")
     assert result.ret != 0
     result.stdout.fnmatch_lines([line])
+    result.stdout.no_fnmatch_line("*Traceback*")
+    result.stdout.no_fnmatch_line("*pytest_klineage[/.]*")
 
 
 REFERENCES = (
@@ -361,6 +392,14 @@ def test_in_place(kernel_gate):
 def test_absent(kernel_gate):
     kernel_gate("softmax.cpp")
 
+@kernel_case((12, 20), "fp32", op=softmax, ref="mylib:raises", **EASY)
+def test_raises(kernel_gate):
+    kernel_gate("softmax.cpp")
+
+@kernel_case((12, 20), "fp32", op=softmax, ref="mylib:nothing", **EASY)
+def test_nothing(kernel_gate):
+    kernel_gate("softmax.cpp")
+
 @kernel_case((16, 16, 16), "fp32", op="gemm", ref="mylib:gemm", **EASY)
 def test_a_shipped_operator(kernel_gate):
     kernel_gate("good.cpp")
@@ -386,6 +425,9 @@ def add_norm(x, residual, w, eps):
 
 def gemm(a, b):
     return a @ b
+
+def raises(x):
+    raise ValueError("not today")
 """
 
 
@@ -394,7 +436,12 @@ def test_references_in_a_users_words(
 ) -> None:
     pytester.makepyfile(mylib=MYLIB, test_refs=REFERENCES)
     result = pytester.runpytest_subprocess(*quick, "--klineage-platform=cpu", "-rs")
-    result.assert_outcomes(passed=4, skipped=1)
+    result.assert_outcomes(passed=4, skipped=1, failed=2)
+    result.stdout.fnmatch_lines([
+        "klineage: mylib.py:22: ValueError: not today (the reference mylib.py:raises)",
+        "klineage: mylib.py has no function 'nothing' (the reference mylib.py:nothing)",
+    ])  # fmt: skip
+    result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.fnmatch_lines(["*skipped.missing_dependency*no_such_package*"])
 
 

@@ -43,3 +43,28 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Every row in 8-bit floats, scaled to their range."""
     scale = x.float().abs().amax(-1) / 448
     return (x.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+@operator("x[M,N]: fp8_e4m3, scale[M]: fp32 -> y[M,N]", dtypes=("bf16", "fp32"))
+def dequantise(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Rows of 8-bit floats times the scale of each."""
+    return x.float() * scale[:, None]
+
+
+@operator("x[M,N] -> sign[M,N]: int8, hits[M]: int64", dtypes=("bf16", "fp32"))
+def classify(x: torch.Tensor, *, limit: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
+    """1 above the limit, -1 below its negative, 0 between; and how many of a row are not 0."""
+    sign = (x > limit).to(torch.int8) - (x < -limit).to(torch.int8)
+    return sign, (sign != 0).sum(-1)
+
+
+@operator("x[M,N] -> y[M,N]", dtypes=("bf16", "fp32"))
+def iterated(x: torch.Tensor) -> torch.Tensor:
+    """Many small steps, each a launch of its own: what an answer from memory would save."""
+    y = x.float()
+    for _ in range(STEPS):
+        y = y + 0.01 * y.sin()
+    return y.to(x.dtype)
+
+
+STEPS = 64

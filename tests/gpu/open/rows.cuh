@@ -5,6 +5,7 @@
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <map>
+#include <string>
 
 namespace own {
 
@@ -102,6 +103,50 @@ inline void quantise(const klineage_call *call, cudaStream_t where) {
     quantise_kernel<<<int(x.shape[0]), kThreads, 0, where>>>(
         static_cast<const bf16 *>(x.data), static_cast<__nv_fp8_e4m3 *>(call->outputs[0].data),
         static_cast<float *>(call->outputs[1].data), int(x.shape[1]));
+}
+
+__global__ void dequantise_kernel(const __nv_fp8_e4m3 *x, const float *scales, bf16 *y, int n) {
+    const int64_t base = int64_t(blockIdx.x) * n;
+    for (int j = threadIdx.x; j < n; j += kThreads) y[base + j] = bf16(float(x[base + j]) * scales[blockIdx.x]);
+}
+inline void dequantise(const klineage_call *call, cudaStream_t where) {
+    const klineage_tensor &x = call->inputs[0];
+    dequantise_kernel<<<int(x.shape[0]), kThreads, 0, where>>>(
+        static_cast<const __nv_fp8_e4m3 *>(x.data), static_cast<const float *>(call->inputs[1].data),
+        static_cast<bf16 *>(call->outputs[0].data), int(x.shape[1]));
+}
+
+__global__ void classify_kernel(const bf16 *x, int8_t *signs, int64_t *hits, int n, float limit) {
+    const int64_t base = int64_t(blockIdx.x) * n;
+    float found = 0;
+    for (int j = threadIdx.x; j < n; j += kThreads) {
+        const float value = float(x[base + j]);
+        signs[base + j] = int8_t((value > limit) - (value < -limit));
+        found += value > limit || value < -limit;
+    }
+    found = reduce<false>(found);
+    if (threadIdx.x == 0) hits[blockIdx.x] = int64_t(found);
+}
+inline void classify(const klineage_call *call, cudaStream_t where) {
+    const klineage_tensor &x = call->inputs[0];
+    classify_kernel<<<int(x.shape[0]), kThreads, 0, where>>>(
+        static_cast<const bf16 *>(x.data), static_cast<int8_t *>(call->outputs[0].data),
+        static_cast<int64_t *>(call->outputs[1].data), int(x.shape[1]),
+        float(klineage_scalar_value(call, "limit", 0)));
+}
+
+__global__ void iterated_kernel(const bf16 *x, bf16 *y, int64_t size) {
+    const int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+    if (i >= size) return;
+    float value = float(x[i]);
+    for (int step = 0; step < 64; ++step) value += 0.01f * sinf(value);
+    y[i] = bf16(value);
+}
+inline void iterated(const klineage_call *call, cudaStream_t where) {
+    const klineage_tensor &x = call->inputs[0];
+    const int64_t size = x.shape[0] * x.shape[1];
+    iterated_kernel<<<unsigned((size + kThreads - 1) / kThreads), kThreads, 0, where>>>(
+        static_cast<const bf16 *>(x.data), static_cast<bf16 *>(call->outputs[0].data), size);
 }
 
 // A stream that no other stream waits for.
