@@ -88,5 +88,10 @@ def compile_once(command: list[str], directory: Path, *, timeout_s: float, limit
 
 
 def compiler_environment(directory: Path) -> dict[str, str]:
-    """What a compiler needs and no more; variables such as CPATH would put unrecorded files into a build."""
-    return {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C", "TMPDIR": str(directory), "HOME": str(directory)}
+    """What a compiler needs and no more; variables such as CPATH would put unrecorded files into a build.
+
+    PyTorch's compiler asks for the user's name when it is imported; in a sandbox /etc/passwd cannot say it.
+    """
+    folder = str(directory)
+    path = os.environ.get("PATH", os.defpath)
+    return {"PATH": path, "LC_ALL": "C", "TMPDIR": folder, "HOME": folder, "USER": "kernel"}

@@ -42,7 +42,7 @@ def test_a_correct_kernel_is_accepted(operator: str, surface: Surface, judge: Ju
 def test_the_kernel_that_remembers_contents_is_right(judge: Judge) -> None:
     """It is the same kernel, without its memory, that is fast."""
     need(Surface.CUDA)
-    verdict = judge(case_of("iterated", at_least=1), source_of(Surface.CUDA, "iterated"))
+    verdict = judge(case_of("iterated", at_least=1), source_of(Surface.CUDA, "iterated"), time_limit_s=30.0)
     assert verdict.status is Status.ACCEPTED, said(verdict)
 
 

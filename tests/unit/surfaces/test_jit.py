@@ -174,6 +174,10 @@ class TestFailures:
         monkeypatch.setenv("KEY_OF_THE_CALLER", "secret")
         build(source("import os\nassert 'KEY_OF_THE_CALLER' not in os.environ\n" + PLAIN), tmp_path)
 
+    def test_the_user_has_a_name_where_none_is_listed(self, tmp_path: Path) -> None:
+        unlisted = "import pwd\npwd.getpwuid = {}.__getitem__\n"
+        assert build(source(unlisted + "import getpass\nassert getpass.getuser()\n" + PLAIN), tmp_path).artifact.is_dir()
+
 
 class TestAnswer:
     def write(self, out: Path, **units: Any) -> Path:
