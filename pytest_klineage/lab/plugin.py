@@ -15,7 +15,6 @@ import pytest
 from pytest_klineage.errors import UsageError
 from pytest_klineage.plugin.options import Option, add_options, given_path, number, one_of, option_value, switch, word
 from pytest_klineage.plugin.session import SESSION_KEY, KlineageSession
-from pytest_klineage.results.packed import is_there, unpack
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.llm.backend import Backend
@@ -140,6 +139,8 @@ class Models:
 
     def is_recorded(self, name: str) -> bool:
         """Whether there is a trajectory of that name."""
+        from pytest_klineage.results.packed import is_there
+
         return is_there(self.path(name))
 
     def is_under_way(self, name: str) -> bool:
@@ -167,6 +168,7 @@ class Models:
         do next.
         """
         from pytest_klineage.lab.llm.session import Session
+        from pytest_klineage.results.packed import is_there, unpack
 
         path = self.path(name)
         limit = self.limit_usd if limit_usd is None else limit_usd

@@ -87,5 +87,9 @@ def is_followed(kept: Path, group: str) -> bool:
 
 
 def as_lifted(card: SkillCard) -> SkillCard:
-    """The card as it was before anything was tried with it, whatever number its name has got."""
-    return msgspec.structs.replace(card, name="card", status=CardStatus.CANDIDATE, log=())
+    """The card as it was before anything was tried with it, whatever number its name has got.
+
+    The digests of its lineages are those of that day: a lineage that gains a step afterwards has another one.
+    """
+    provenance = {name: said for name, said in card.provenance.items() if not name.startswith("lineage ")}
+    return msgspec.structs.replace(card, name="card", status=CardStatus.CANDIDATE, log=(), provenance=provenance)

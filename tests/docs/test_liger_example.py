@@ -67,7 +67,7 @@ def test_the_test_file_is_short_and_collected() -> None:
 
 
 @needs_liger
-@pytest.mark.parametrize("platform", ["sm90", "sm120"])
+@pytest.mark.parametrize("platform", ["sm90", pytest.param("sm120", marks=pytest.mark.nightly)])
 def test_the_librarys_kernels_are_built(platform: str, tmp_path: Path) -> None:
     done = run(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "4096x4096 and not compiled", ".",

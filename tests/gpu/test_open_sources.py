@@ -81,7 +81,7 @@ def test_every_kernel_has_an_entry() -> None:
 
 
 @pytest.mark.skipif(bool(absent(Surface.TILELANG)), reason=absent(Surface.TILELANG) or "is there")
-@pytest.mark.parametrize("name", ["dequantise", "classify"])
+@pytest.mark.parametrize("name", ["dequantise", pytest.param("classify", marks=pytest.mark.nightly)])
 def test_tilelang_builds_what_the_file_declares(name: str, tmp_path: Path) -> None:
     source = source_of(Surface.TILELANG, name)
     built = build_kernel(source, "sm90", GateSettings(cache_dir=tmp_path, build_timeout_s=300)).build

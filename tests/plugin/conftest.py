@@ -145,7 +145,9 @@ def quick() -> tuple[str, ...]:
     return QUICK
 
 
-@pytest.fixture(params=[(), ("-n2",)], ids=["one-process", "xdist"])
+@pytest.fixture(
+    params=[pytest.param((), id="one-process"), pytest.param(("-n2",), id="xdist", marks=pytest.mark.nightly)]
+)
 def processes(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """The same test in one process and with two xdist workers."""
     chosen: tuple[str, ...] = request.param

@@ -176,7 +176,9 @@ class TestFailures:
 
     def test_the_user_has_a_name_where_none_is_listed(self, tmp_path: Path) -> None:
         unlisted = "import pwd\npwd.getpwuid = {}.__getitem__\n"
-        assert build(source(unlisted + "import getpass\nassert getpass.getuser()\n" + PLAIN), tmp_path).artifact.is_dir()
+        assert build(
+            source(unlisted + "import getpass\nassert getpass.getuser()\n" + PLAIN), tmp_path
+        ).artifact.is_dir()
 
 
 class TestAnswer:

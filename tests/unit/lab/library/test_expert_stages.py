@@ -78,7 +78,11 @@ def test_platforms_of_what_is_shipped_are_known(stored: StoredLineage) -> None:
 
 
 def test_a_walk_must_have_verdicts(stored: StoredLineage) -> None:
-    walked = msgspec.structs.replace(stored.lineage, termination=Termination.NAIVE_REACHED)
+    first, *others = stored.lineage.transitions
+    unjudged = msgspec.structs.replace(first, forward_verdict=None)
+    walked = msgspec.structs.replace(
+        stored.lineage, termination=Termination.NAIVE_REACHED, transitions=(unjudged, *others)
+    )
     problems = problems_of(msgspec.structs.replace(stored, lineage=walked))
     assert any("has no backward edit, or no verdict" in problem for problem in problems)
 

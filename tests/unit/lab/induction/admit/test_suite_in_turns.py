@@ -39,6 +39,7 @@ def admission(root: Path, at: Path, chosen: str, *options: str) -> subprocess.Co
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_all_trials_go_forward_together_and_are_replayed(
     pytestconfig: pytest.Config, tmp_path: Path, card: SkillCard, stored: StoredLineage
 ) -> None:
