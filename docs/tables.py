@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 import sys
+import tarfile
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
 from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
-from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict
+from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict, from_json
+from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
 from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "results" / "newcomer" / "README.md")
+RESULTS = ROOT / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RESULTS.glob("*/README.md")))
+LEAST_OF_THE_AUTHORS = 0.99
+"""Of the speed of an author's next kernel: what suites/lineage/test_derive.py asks of a model."""
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
 ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
@@ -245,6 +250,40 @@ def newcomer() -> str:
     return f"{tabulate(rows, ('question', 'answer', 's', 'lookups', 'right'), tablefmt='pipe')}\n"
 
 
+def derived_steps() -> str:
+    """Kernels that a model made of the simpler kernel and a sentence, beside the author's next one; failed ones too."""
+    rows, right, fast = [], 0, 0
+    for request, verdict in sorted(judged_replies(), key=lambda one: (one[0].case.operator, next_step(one[0]))):
+        speed = verdict.timing.speedup if verdict.timing else None
+        right += verdict.scored
+        fast += speed is not None and speed.estimate >= LEAST_OF_THE_AUTHORS
+        told = interval_text(speed) if speed else "-"
+        rows.append(
+            (request.case.operator, next_step(request), f"`{request.source.digest[:12]}`", verdict.code.value, told)
+        )  # fmt: skip
+    headers = ("operator", "author's next kernel", "kernel", "verdict", "speed over it, 95 %")
+    said = f"**Of {len(rows)} kernels that were judged {right} are right; {fast} have {LEAST_OF_THE_AUTHORS:g}x or more.**"
+    return f"{said}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
+
+
+def judged_replies() -> Iterator[tuple[JudgeRequest, Verdict]]:
+    """What was asked of the judge about kernels of a model, and what it said."""
+    with tarfile.open(RESULTS / "derive-sm90" / "waiting.tar.xz") as archive:
+        files = {path.name: archive.extractfile(path) for path in archive if path.isfile()}
+        for name, file in files.items():
+            asked = files.get(name.replace("/reply/", "/request/"))
+            if "/reply/" not in name or file is None or asked is None:
+                continue
+            request, reply = from_json(asked.read(), JudgeRequest), from_json(file.read(), JudgeReply)
+            if request.source.label.startswith("with "):
+                yield request, reply.verdict
+
+
+def next_step(request: JudgeRequest) -> str:
+    """The name of the kernel that a step leads to."""
+    return request.reference_source.label if request.reference_source else ""
+
+
 def seconds_of(answer: dict[str, Any]) -> str:
     """The time of one answer, with what is to be known of it."""
     later, known = answer.get("seconds_with_later_checks"), answer.get("read_before")
@@ -259,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cards-on-cpu": cards_on_cpu,
     "trials": trials,
     "newcomer": newcomer,
+    "derived-steps": derived_steps,
 }
 
 

@@ -2,7 +2,7 @@
 
 pytest suites/gate_quality/test_reruns.py --platform cpu --runs 4 [-k gemm] [--publish]       here, on a quiet machine
 pytest suites/gate_quality/test_reruns.py --platform sm90 --runs 8 --publish                  on a GPU
-pytest suites/gate_quality/test_reruns.py -k recorded [--publish]      runs of the main tier, from version control
+pytest suites/gate_quality/test_reruns.py -k recorded [--publish]      recorded runs of the main tier
 
 An interval is of one run. What differs between runs (another GPU, another day, another search of the library) is not
 in it. So the share of pairs of runs whose intervals overlap is counted, and the variance between runs is estimated:
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from statistics import NormalDist, variance
@@ -36,6 +36,8 @@ RUNS = 4
 RECORDED = ("43bd285", "bc78c78", "ebbb553", "d44c8bf", "0bab470", "260bc18")
 """Commits with a main tier on an H200, 2026-11-21 to 2026-11-23."""
 TIER = "results/main_tier-sm90/records.jsonl"
+AGAIN = "results/main_tier-sm90/again"
+"""Runs with the policy `paired` alone, by date; no table is made of them."""
 REFERENCES = {"gemm": "cublas", "conv2d": "cudnn", "fmha": "vendor", "topk": "flashinfer", "gdn": "flashinfer"}
 
 
@@ -53,7 +55,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     candidate_samples_ms: tuple[float, ...]
     starts: tuple[int, ...]
     commit: str = ""
-    """Where the record lies; empty for one that was measured for this table."""
+    """Where the record lies, or its file; empty for one that was measured for this table."""
 
 
 def run_of(timing: Timing, **words: str) -> Run:
@@ -140,14 +142,22 @@ def report_of(runs: Sequence[Run], what: str, name: str) -> str:
     ])  # fmt: skip
 
 
-def recorded_runs() -> list[Run]:
-    """Every GPU run of the main tier in version control, each judgement once."""
-    found: dict[tuple[str, str], Run] = {}
+def recorded_texts() -> Iterator[tuple[str, bytes]]:
+    """Records of every run of the main tier on a GPU, with the commit or the file that has them."""
     for commit in RECORDED:
         shown = subprocess.run(["git", "show", f"{commit}:{TIER}"], cwd=ROOT, capture_output=True, check=False)
         if shown.returncode:
             pytest.skip(f"version control has no commit {commit} here: git fetch --unshallow brings it")
-        for line in shown.stdout.splitlines():
+        yield commit, shown.stdout
+    for path in sorted((ROOT / AGAIN).glob("*.jsonl")):
+        yield path.name, path.read_bytes()
+
+
+def recorded_runs() -> list[Run]:
+    """Every judgement of these runs once."""
+    found: dict[tuple[str, str], Run] = {}
+    for where, text in recorded_texts():
+        for line in text.splitlines():
             record = msgspec.json.decode(line, type=Record)
             verdict, machine = record.verdict, record.verdict.machine
             if verdict.timing is None or machine is None:
@@ -155,7 +165,7 @@ def recorded_runs() -> list[Run]:
             found[verdict.case.id, verdict.judged_at] = run_of(
                 verdict.timing, case=verdict.case.id, kernel=verdict.label,
                 source_digest=verdict.source_digest, device=machine.device, device_uuid=machine.device_uuid,
-                judged_at=verdict.judged_at, commit=commit,
+                judged_at=verdict.judged_at, commit=where,
             )  # fmt: skip
     return list(found.values())
 
@@ -164,7 +174,7 @@ def test_recorded_reruns(publish: Callable[[str, str, list[Run]], None]) -> None
     """From records alone. The gate changed between these runs, so this is a bound and no measurement of one gate."""
     runs = recorded_runs()
     what = (
-        "The main tier as it was recorded in version control, kernels that were judged more than once. Between these "
+        "The main tier as it was recorded, kernels that were judged more than once. Between these "
         "runs the gate changed as well: one start of 20 pairs in the first, more later."
     )
     publish("reruns-recorded-sm90", report_of(runs, what, "reruns-recorded-sm90"), runs)
