@@ -262,7 +262,7 @@ def derived_steps() -> str:
             (request.case.operator, next_step(request), f"`{request.source.digest[:12]}`", verdict.code.value, told)
         )  # fmt: skip
     headers = ("operator", "author's next kernel", "kernel", "verdict", "speed over it, 95 %")
-    said = f"**Of {len(rows)} kernels that were judged {right} are right; {fast} have {LEAST_OF_THE_AUTHORS:g}x or more.**"
+    said = f"**Of {len(rows)} judged kernels {right} are right; {fast} have {LEAST_OF_THE_AUTHORS:g}x or more.**"
     return f"{said}\n\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
 
 
