@@ -99,18 +99,21 @@ def test_the_librarys_gpu_cards_have_targets_that_are_held_out() -> None:
     lineages = verified_lineages(ROOT / "experts")
     shapes = read_shapes(ROOT / "suites" / "admission" / "targets.toml", "sm90")
     cards = [card for card in find_cards(ROOT / "skills") if card.name.startswith("sm90")]
-    assert cards
+    waiting = []
     steps = {step.digest: (stored, at) for stored in lineages for at, step in enumerate(stored.lineage.transitions)}
     for card in cards:
         cited = [steps[item.transition] for item in card.evidence]
         before = {without_header(stored.sources[at]).digest for stored, at in cited}
         targets = targets_for(card, lineages, shapes)
         strict = [target for target in targets if target.rule is STRICT]
-        assert strict, card.name
+        # Without a place that is held out a card stays a candidate, until the kernel before its step is re-derived.
+        assert strict or card.status is CardStatus.CANDIDATE, card.name
         assert all(held_out(target.context, card.origins) for target in strict)
         assert before.isdisjoint(target.state.digest for target in strict)
         (own,) = [target for target in targets if target.rule is PREDECESSOR]
         assert own.state.digest in before
+        waiting += [card.name] * (not strict)
+    assert len(waiting) < len(cards) / 4, waiting
 
 
 def test_a_platform_that_the_card_is_not_from_is_no_target(card: SkillCard) -> None:
