@@ -9,13 +9,14 @@ import msgspec
 
 from pytest_klineage import KernelCase, KernelSource, Verdict
 from pytest_klineage.records import Machine
+from pytest_klineage.results.packed import is_there, read_packed
 from pytest_klineage.results.runs import Record
 
 Judge = Callable[[KernelCase, KernelSource], Verdict]
 
 
 def taking_known_root(judge: Judge, root: KernelSource, paths: Sequence[Path], machine: Machine) -> Judge:
-    """A judge that takes the root's verdict from files of verdicts, if one of them has it.
+    """A judge that takes the root's verdict from files of verdicts, if one of them is there and has it.
 
     A naive kernel may take a second a call, and a minute to be judged: once is enough for all runs that begin with it.
     """
@@ -41,8 +42,8 @@ def judging_once(judge: Judge, known: dict[tuple[str, str], Verdict]) -> Judge:
 
 def _judged_before(paths: Sequence[Path], case: KernelCase, digest: str, machine: Machine) -> Verdict | None:
     """The last scored verdict of this kernel on this case and machine. Lines that cannot be read are passed over."""
-    for path in paths:
-        for line in reversed(path.read_bytes().splitlines()):
+    for path in filter(is_there, paths):
+        for line in reversed(read_packed(path).splitlines()):
             if digest.encode() not in line:
                 continue
             try:

@@ -334,6 +334,16 @@ def test_names_of_tests_are_short() -> None:
     assert not long
 
 
+def test_suites_leave_the_import_path_alone() -> None:
+    """Their modules are on it by `pythonpath` in pyproject.toml."""
+    paths = sorted((ROOT / "suites").rglob("*.py"))
+    changing = [
+        path for path in paths if re.search(r"sys\.path(\.insert|\.append|\[)", path.read_text(encoding="utf-8"))
+    ]
+    assert paths
+    assert [path for path in paths if changes.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_class_names_have_one_meaning() -> None:
     """Except for those that a stand-in of another package must have as that package has them."""
     defined_in: dict[str, list[str]] = {}

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from table import TEXT
 
 from pytest_klineage import KlineageSession

@@ -12,14 +12,10 @@ has what earlier runs measured on the device too (results/runs/flaggems). arms.p
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from arms import ARMS, NO_CARDS, card_points, read_choices, source_of, to_build
 from rows import ROWS, Row
 from table import TEXT, Measured, append, measured, on_device, read, skip_unless_due, tables

@@ -9,15 +9,11 @@ what was chosen in another run, with other inputs, and only its times are report
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from arms import SWEPT, Chosen, card_points, configured, points_of
 from rows import ROWS, Row
 from table import Key, Measured, append, measured, on_device, read, skip_unless_due

@@ -6,16 +6,12 @@ pytest suites/gate_quality/test_false_alarms.py --platform cpu --for 8      eigh
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "exploits"))
-
 from corpus import read
 from on_gpu import kept_rows, results_file
 

@@ -5,15 +5,12 @@ pytest suites/gate_quality/test_fleet_model.py [--publish]      needs simpy, of 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.importorskip("simpy", reason="the model needs simpy: pip install --group dev")
 

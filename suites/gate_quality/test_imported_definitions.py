@@ -7,14 +7,11 @@ that was cut off goes on by the same command.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from surveying import HOW, SETTINGS, Progress, Row, judged, refuses_zeros, table_of
 
 from pytest_klineage import Gate, GateSettings, KernelSource, UsageError

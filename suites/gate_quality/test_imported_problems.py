@@ -8,13 +8,10 @@ off goes on by the same command.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from surveying import HOW, SETTINGS, Progress, Row, judged, refuses_zeros, table_of
 
 from pytest_klineage import Gate, GateSettings, HarnessError, UsageError

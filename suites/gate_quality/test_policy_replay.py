@@ -9,16 +9,11 @@ kernel, so the interval should hold 1.0. What a timing takes follows from record
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recorded_pairs import LONG, Costs, Design, Start, a_a_trials, gemm_costs, pool_of, under
 
 from pytest_klineage.gate.timing.policy import Measurement

@@ -13,17 +13,12 @@ from __future__ import annotations
 
 import math
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import NormalDist, variance
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from on_gpu import OPERATORS, ROOT, kept_rows, results_file, sources
 
 from pytest_klineage import KlineageSession

@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from recorded_pairs import (
     Costs,
     Design,

@@ -25,7 +25,8 @@ from pytest_klineage.lab.optimizers.replaying import read_recorded, replayed
 from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, Screen, optimize
 from pytest_klineage.lab.optimizers.task import StepProgress, Task
 from pytest_klineage.lab.plugin import ALL, Models, model_settings
-from pytest_klineage.records import Begun, to_json
+from pytest_klineage.records import Begun
+from pytest_klineage.results.packed import append_line
 from pytest_klineage.results.runs import Record
 from pytest_klineage.surfaces import SURFACES
 
@@ -98,7 +99,7 @@ def ask(
     recorded = _settings(name, method, task, steps, config) | ({"screen": "yes"} if screens else {})
     opened = models.session(name, settings=recorded)
     if task.root is not None:
-        judge = taking_known_root(judge, task.root, [kept] if kept.is_file() else [], session.gate.machine())
+        judge = taking_known_root(judge, task.root, [kept], session.gate.machine())
 
     def on_step(step: StepProgress) -> None:
         write_line(f"{name}: {step.line}")
@@ -176,8 +177,7 @@ def screening(gate: Gate | ExecutorGate, method: str) -> Screen:
 def _append(path: Path, nodeid: str, verdict: Verdict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    with path.open("ab") as file:
-        file.write(to_json(Record(nodeid=nodeid, verdict=verdict, recorded_at=at)) + b"\n")
+    append_line(path, Record(nodeid=nodeid, verdict=verdict, recorded_at=at))
 
 
 def _begun(models: Models, name: str) -> dict[str, str]:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import mutants
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = tomllib.loads((mutants.HERE / "modules.toml").read_text())

@@ -34,11 +34,7 @@ functional = torch.nn.functional
 @pytest.fixture(scope="module")
 def suite() -> dict[str, ModuleType]:
     """The suite's modules by name."""
-    sys.path.insert(0, str(SUITE))
-    try:
-        return {name: importlib.import_module(name) for name in ("rows", "arms", "table", "tune", "test_sweep")}
-    finally:
-        sys.path.remove(str(SUITE))
+    return {name: importlib.import_module(name) for name in ("rows", "arms", "table", "tune", "test_sweep")}
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pytest_klineage import KernelSource, Verdict, paper_case
 from pytest_klineage.records import Code, Interval, Machine, Reason, SourceFile, Surface, Timing, to_json
+from pytest_klineage.results.packed import packed
 from pytest_klineage.results.runs import Record
 
 CASE = paper_case("topk", "cpu", "torch")
@@ -54,6 +56,15 @@ def label_of(judged_roots: ModuleType, tmp_path: Path) -> Callable[..., str]:
         return str(judge(CASE, source).label)
 
     return label
+
+
+def test_a_packed_file_of_verdicts_is_read_too(judged_roots: ModuleType, tmp_path: Path) -> None:
+    packed(tmp_path / "kept.jsonl").write_bytes(gzip.compress(stored(verdict()) + b"\n"))
+    for name, label in (("kept.jsonl", "stored"), ("absent.jsonl", "judged")):
+        judge = judged_roots.taking_known_root(
+            lambda case, given: msgspec.structs.replace(verdict(given), label="judged"), ROOT, [tmp_path / name], HERE
+        )
+        assert judge(CASE, ROOT).label == label
 
 
 def stored(one: Verdict) -> bytes:
