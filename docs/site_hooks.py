@@ -23,10 +23,18 @@ PUBLISHED = ("results", "experts", "skills")
 EXECUTED = re.compile(r"^```console run exit=\d+$", re.M)
 """How the pages mark commands that tests run; Markdown knows no such option of a block."""
 
+CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
+"""A cell of a table."""
+
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Show executed examples as plain console blocks."""
     return EXECUTED.sub("```console", markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Show a bar in a table's code as a bar: Markdown's tables need it escaped, and the site's renderer keeps that."""
+    return CELL.sub(lambda cell: cell[0].replace("\\|", "|"), html)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -257,9 +257,9 @@ def derived_steps() -> str:
         speed = verdict.timing.speedup if verdict.timing else None
         right += verdict.scored
         fast += speed is not None and speed.estimate >= LEAST_OF_THE_AUTHORS
-        told = interval_text(speed) if speed else "-"
+        reached = interval_text(speed) if speed else "-"
         rows.append(
-            (request.case.operator, next_step(request), f"`{request.source.digest[:12]}`", verdict.code.value, told)
+            (request.case.operator, next_step(request), f"`{request.source.digest[:12]}`", verdict.code.value, reached)
         )  # fmt: skip
     headers = ("operator", "author's next kernel", "kernel", "verdict", "speed over it, 95 %")
     said = f"**Of {len(rows)} judged kernels {right} are right; {fast} have {LEAST_OF_THE_AUTHORS:g}x or more.**"

@@ -88,7 +88,7 @@ def _gate_quality(group: pytest.OptionGroup) -> None:
     group.addoption(
         "--publish", action="store_true", help="Write tables and raw samples to results/, not results/runs/."
     )
-    group.addoption("--reuse", metavar="FILE", help="Make the A/A table anew from the trials in FILE; measure nothing.")
+    group.addoption("--reuse", metavar="FILE", help="Make the A/A table of the trials in FILE; measure nothing.")
     group.addoption(
         "--problems", metavar="DIR", type=Path,
         help="Of gate_quality/test_imported_problems.py: the folder KernelBench of a checkout of KernelBench.",

@@ -1,4 +1,4 @@
-"""The executor of a folder: requests and replies are files, and whoever has the GPU judges them when it suits.
+"""The executor of a folder: requests and replies are files, judged later where the GPU is.
 
 request/<digest>.json     what is asked; written whole, once
 reply/<digest>.json       the verdict; written whole, once: the first one stays
@@ -70,7 +70,7 @@ class BatchFolder:
 
     @property
     def where(self) -> str:
-        """What is told to who waits."""
+        """The folder, as messages name it."""
         return str(self.root)
 
     @property
@@ -232,7 +232,7 @@ def _request_in(path: Path) -> JudgeRequest | None:
 def _publish(path: Path, data: bytes, *, replace: bool) -> None:
     """Write a file that appears whole and synced under its name; one that is there stays unless it is to be replaced.
 
-    What a killed process leaves is a hidden file that nobody reads. Raises OSError.
+    What a killed process leaves is a hidden file that is not read. Raises OSError.
     """
     descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
     try:

@@ -60,7 +60,7 @@ class DeskState(msgspec.Struct, frozen=True, kw_only=True):
     building: int
     judging: int
     unfetched: int
-    """Answers that nobody has fetched."""
+    """Answers that were not fetched."""
     verdicts_per_minute: float
     products: dict[str, list[str]]
     """GPU products of the nodes, by platform; "" where a node names none."""

@@ -251,7 +251,7 @@ class Desk:
             )
             await self._outbox.answer(task, line)
             return
-        if reply.fault.code is FaultCode.ARTIFACT:  # nobody's machine: built again, and perhaps judged here
+        if reply.fault.code is FaultCode.ARTIFACT:  # of no machine: built again, and perhaps judged here
             self._builds.forget(task.order.recipe)
             await self._again(task, reply.fault, "")
             return

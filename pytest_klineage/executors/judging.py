@@ -29,7 +29,7 @@ Tell = Callable[[str], None]
 
 
 class TimeUp(BaseException):
-    """The time limit; not an Exception, so that nothing on the way takes it for a fault."""
+    """The time limit; not an Exception, so that no handler takes it for a fault."""
 
 
 class JudgeSummary(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ def build_folder(
 def after_others(left: deque[JudgeRequest], taken: JudgeRequest) -> deque[JudgeRequest]:
     """What is left when another judge has taken a request: other cases of its priority come before the rest of its own.
 
-    A judge makes a case's problems anew, so judges that keep to different cases have less to do.
+    A judge makes a case's problems itself, so judges that keep to different cases have less to do.
     """
     alike = list(takewhile(lambda one: one.priority == taken.priority, left))
     return deque([*sorted(alike, key=lambda one: one.case == taken.case), *islice(left, len(alike), None)])

@@ -23,7 +23,7 @@ from pytest_klineage.surfaces.base import SurfaceFailure
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """A request in a cluster, with all that its queue must know, so that nobody else decodes it."""
+    """A request in a cluster, with all that its queue must know, so that nothing else decodes it."""
 
     digest: str
     ticket: str

@@ -160,7 +160,7 @@ class JudgementContext:
     def chosen_before(self) -> dict[str, str]:
         """In a screening, what the reference said when its variants were last compared on this case; else nothing.
 
-        What a screening keeps as best is judged in full, where they are compared anew.
+        What a screening keeps as best is judged in full, where they are compared again.
         """
         known = self.gate.chosen.get(msgspec.json.encode(self.case), {})
         return known if self.screen_against is not None and "variant" in known else {}

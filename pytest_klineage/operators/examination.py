@@ -73,7 +73,7 @@ def check_symmetry(operator: DefinedOperator, case: KernelCase, inputs: Tensors,
     back = undo(operator.oracle(case, moved))
     if wrong := [name for name in expected if not alike(back[name], expected[name])]:
         raise operator.error(
-            f"the symmetry is none: it does not lead back to the right {', '.join(wrong)}", operator.symmetry_function
+            f"this is no symmetry: it does not lead back to the right {', '.join(wrong)}", operator.symmetry_function
         )
 
 

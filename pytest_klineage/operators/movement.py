@@ -44,7 +44,7 @@ def is_rearrangement(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
     """Whether every output element is one and the same input element in all problems, or constant; not all constant.
 
     `problems` are inputs and exact outputs. A maximum is an input element as well, but not always the same one. Where
-    two elements cannot be told apart, which element was copied is not known, and nothing is claimed.
+    two elements cannot be distinguished, which element was copied is not known, and nothing is claimed.
     """
     import torch
 

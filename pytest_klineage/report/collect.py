@@ -59,7 +59,7 @@ class Material:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing could be read ."""
+        """Whether nothing could be read."""
         return not (self.runs or self.trajectories or self.lineages or self.cards)
 
     def report(self, where: object, what: str, next_step: str) -> None:

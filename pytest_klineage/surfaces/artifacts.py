@@ -51,7 +51,7 @@ def publish(directory: Path, content: bytes, source: KernelSource, build: Build)
 
 
 def read(directory: Path) -> tuple[ArtifactRecord, bytes] | None:
-    """The description of a built kernel and the kernel's bytes; None when there is none.
+    """The description of a built kernel and the kernel's bytes; None without one.
 
     Raises SurfaceFailure (build_error.artifact) for one that does not match its description.
     """

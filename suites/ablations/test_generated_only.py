@@ -112,6 +112,6 @@ def table_of(trials: list[Trial], with_cards: list[Trial]) -> Iterator[str]:
 
 
 def _best(trials: list[Trial]) -> Trial | None:
-    """The trial with the kernel that is surely the fastest; None when none was right."""
+    """The trial with the highest lower bound of the speedup; None when none was right."""
     right = [trial for trial in trials if trial.best is not None]
     return max(right, key=lambda trial: trial.best.low if trial.best is not None else 0.0, default=None)

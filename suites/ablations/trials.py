@@ -222,7 +222,7 @@ def hold_table(session: KlineageSession, name: str, lines: Iterable[str]) -> Non
         return
     path = table_path(session, name)
     assert path.is_file(), f"{path} is not there; --publish makes it from the trajectories"
-    assert path.read_text() == "\n".join(lines) + "\n", "--publish makes the table anew from the trajectories"
+    assert path.read_text() == "\n".join(lines) + "\n", "--publish makes the table again from the trajectories"
 
 
 def table_path(session: KlineageSession, name: str) -> Path:

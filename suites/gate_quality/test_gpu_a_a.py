@@ -73,7 +73,7 @@ def gate(klineage_session: KlineageSession) -> Iterator[Gate]:
 
 
 def measured(gate: Gate, operator: str, count: int, keep: Callable[[GpuTrial], None]) -> list[GpuTrial]:
-    """The trials of one operator at the paper's shape, each kept at once: whoever is interrupted has those before."""
+    """The trials of one operator at the paper's shape, each kept at once, in case the run is interrupted."""
     case = with_library(paper_case(operator, "gpu", "torch"))
     trials: list[GpuTrial] = []
     source, first = first_right(gate, case, against_itself=True)

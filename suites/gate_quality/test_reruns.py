@@ -203,7 +203,7 @@ def test_reruns(
                 device=verdict.machine.device, device_uuid=verdict.machine.device_uuid, judged_at=verdict.judged_at,
             )
         )  # fmt: skip
-    what = "The expert's kernel of each operator, judged in runs one after the other, all processes anew in each."
+    what = "The expert's kernel of each operator, judged in runs one after the other, with new processes in each."
     publish(name, report_of(runs, what, name), runs)
     own = [run for run in runs if run.case == case.id]
     assert len(own) == (request.config.getoption("--runs") or RUNS)

@@ -59,9 +59,9 @@ def steps_of(folder: Path, platform: str) -> list[Step]:
 def test_derive(
     step: Step, klineage_models: Models, klineage_session: KlineageSession, tell: Callable[[str], None]
 ) -> None:
-    """The simpler state is right, and whoever saw it with a sentence brought the next one's speed back."""
+    """The simpler state is right, and a model that saw it with a sentence brought the next one's speed back."""
     if (step.folder / KEPT / f"{step.index + 1:02d}.jsonl").exists():
-        pytest.skip(f"{step.name} is done; remove its files in {step.folder / KEPT} to make it anew")
+        pytest.skip(f"{step.name} is done; remove its files in {step.folder / KEPT} to make it again")
     if klineage_models.backend in ("none", "replay"):
         pytest.skip(NO_MODEL)
     session = klineage_models.session(f"derive/{step.name}")

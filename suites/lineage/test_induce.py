@@ -51,7 +51,7 @@ def test_induce(
         pytest.skip(NO_MODEL if klineage_models.backend == "none" else "test_replay replays")
     directory, name = expert.directory / FOLDER, f"lineage/{expert_name(expert)}"
     if (directory / LINEAGE_FILE).exists() and read_record(directory).complete:
-        pytest.skip(f"{directory.relative_to(EXPERTS.parent)} is whole; remove the folder to make it anew")
+        pytest.skip(f"{directory.relative_to(EXPERTS.parent)} is whole; remove the folder to make it again")
     origin = _origin(expert, klineage_session)
     judge = _judge(klineage_session, name)
     lineage = make_lineage(origin, expert, klineage_models, judge, lambda line: tell(f"{origin.name} {line}")).lineage

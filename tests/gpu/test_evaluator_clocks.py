@@ -31,7 +31,7 @@ def test_a_call_without_work_or_with_other_kernels_is_a_failure() -> None:
 
 
 class FakeCupti(types.ModuleType):
-    """cupti.cupti as far as the clock uses it: time passes with every look, a kernel takes as many ns as it is told."""
+    """cupti.cupti as far as the clock uses it: time passes with every look, a kernel takes as many ns as set."""
 
     ActivityKind = types.SimpleNamespace(RUNTIME=5, DRIVER=4, CONCURRENT_KERNEL=10, MEMCPY=1, MEMSET=2)
 

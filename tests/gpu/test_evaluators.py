@@ -54,7 +54,7 @@ class Word(msgspec.Struct):
 
 
 class FakeClock:
-    """Calls once, and says what it is told: the reference's times, then the candidate's, in the order of the calls."""
+    """Calls once, and says what it is given: the reference's times, then the candidate's, in the order of the calls."""
 
     name = "fake"
 

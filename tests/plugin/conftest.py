@@ -99,7 +99,7 @@ def pytest_unconfigure(config):
 def own_environment(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """A cache that these tests share and nobody else, and none of the outer run's variables or slow plugins.
+    """A cache that only these tests share, and none of the outer run's variables or slow plugins.
 
     A run in this process that pretends to have a gate must have put the real one back.
     """

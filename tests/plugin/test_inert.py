@@ -1,4 +1,4 @@
-"""A plugin that is installed and not used: silent, cheap, and in nobody's way."""
+"""A plugin that is installed and not used: silent, cheap, and out of the way."""
 
 from __future__ import annotations
 

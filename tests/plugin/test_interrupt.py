@@ -59,7 +59,7 @@ def wait_for(condition: Callable[[], bool], deadline_s: float) -> bool:
 
 @contextlib.contextmanager
 def interruptible(command: list[str], folder: Path, token: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that Ctrl-C ends, also where whoever started these tests ignores it, as a shell does behind `&`."""
+    """A process that Ctrl-C ends, also where the parent of these tests ignores it, as a shell does behind `&`."""
     default = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         process = subprocess.Popen(

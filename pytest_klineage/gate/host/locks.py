@@ -23,7 +23,7 @@ def lock_path(device: str) -> Path:
 def machine_lock(device: str, *, alone: bool) -> Iterator[None]:
     """Hold a device's machine-wide lock: alone while timing, together with others while building and checking.
 
-    device: "cpu", where everything disturbs a timing, so nobody builds or checks meanwhile; or a GPU's UUID, whose
+    device: "cpu", where everything disturbs a timing, so nothing is built or checked meanwhile; or a GPU's UUID, whose
     lock everything takes that is judged on this GPU. What is judged on the CPU, or on another GPU, waits for neither.
     A file lock ends with its process, so a killed run leaves nothing locked.
     """

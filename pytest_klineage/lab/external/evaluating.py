@@ -208,7 +208,7 @@ class Evaluator:
         counted = VerdictMessage(verdict=step.verdict, feedback=step.feedback)
         self.trajectory.append(Noted(topic=VERDICT_TOPIC, text=to_json(counted).decode()))
         if step.shown is not step.verdict:
-            text = f"step {step.number}: told as {step.shown.code}, counted as {step.verdict.code}"
+            text = f"step {step.number}: shown as {step.shown.code}, counted as {step.verdict.code}"
             self.trajectory.append(Noted(topic=ORDINARY_TOPIC, text=text))
         judged = Judged(
             source_digest=step.source.digest, code=step.verdict.code,

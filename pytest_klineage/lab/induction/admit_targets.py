@@ -96,7 +96,7 @@ def targets_for(card: SkillCard, lineages: Iterable[StoredLineage], shapes: Shap
 
 
 def _ranked(card: SkillCard, targets: Iterable[AdmissionTarget]) -> list[AdmissionTarget]:
-    """In an order that nobody chose: by a digest over the card, as it was before any trial, and the target."""
+    """In an order without choice: by a digest over the card, as it was before any trial, and the target."""
     seed = untried(card).digest
     return sorted(targets, key=lambda target: hashlib.sha256(f"{seed} {target.name}".encode()).hexdigest())
 

@@ -239,15 +239,15 @@ def test_two_judges_share_the_work(folder: BatchFolder, ask: Ask, start: Start) 
 
 def test_judges_keep_to_different_cases(folder: BatchFolder, ask: Ask, cache: Path) -> None:
     """Where another judge is at work on a case, other cases come first, but none of a lower priority."""
-    wide, told = make_case("gemm", (16, 8, 8), "fp32", "torch", at_least=1e-6), list[str]()
+    wide, lines = make_case("gemm", (16, 8, 8), "fp32", "torch", at_least=1e-6), list[str]()
     asked = [ask(f"// {number}", case=wide) for number in range(2)] + [ask(), ask("// later", priority=-1)]
     for request in asked:
         folder.submit(request)
     claim = folder.claim(folder.open_requests("cpu")[0])
     assert claim is not None
-    assert judge_folder(folder, "cpu", cache_dir=cache, tell=told.append).judged == 3
+    assert judge_folder(folder, "cpu", cache_dir=cache, tell=lines.append).judged == 3
     claim.release()
-    assert [line.split()[1] for line in told] == [asked[2].case.id, wide.id, asked[3].case.id]
+    assert [line.split()[1] for line in lines] == [asked[2].case.id, wide.id, asked[3].case.id]
 
 
 def test_what_cannot_be_is_a_fault_that_no_machine_repairs(folder: BatchFolder, ask: Ask, cache: Path) -> None:

@@ -146,7 +146,7 @@ def test_an_invalid_symmetry() -> None:
 
     bad, case = broken("x[M,N] -> y[M,N]", doubled)
     bad.symmetry(lambda x: (x + 1, lambda y: y))
-    with pytest.raises(UsageError, match="the symmetry is none: it does not lead back to the right y"):
+    with pytest.raises(UsageError, match="this is no symmetry: it does not lead back to the right y"):
         bad.examine(case, made(case))
     bad.symmetry(lambda x: x)
     with pytest.raises(UsageError, match=r"the symmetry returns \(inputs, way back\)"):

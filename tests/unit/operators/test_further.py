@@ -1,4 +1,4 @@
-"""Checks that nobody has declared: which there are, which are left out, and what they see."""
+"""Undeclared checks: which there are, which are left out, and what they see."""
 
 from __future__ import annotations
 

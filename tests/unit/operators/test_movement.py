@@ -43,7 +43,7 @@ def converted(x: torch.Tensor) -> torch.Tensor:
 
 @operator("x[M,N]: bool -> y[N,M]: bool", dtypes=("fp32",))
 def few_values(x: torch.Tensor) -> torch.Tensor:
-    """Elements that cannot be told apart."""
+    """Elements that cannot be distinguished."""
     return x.t().contiguous()
 
 

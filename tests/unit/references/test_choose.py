@@ -231,7 +231,7 @@ def test_a_known_choice_is_warmed_up_in_this_thread_alone(knobs: dict[str, Any])
 
 
 class Lottery(Library):
-    """A library whose searches find plans that take so long, one after the other, whoever asks."""
+    """A library whose searches find plans that take so long, one after the other, for every caller."""
 
     def __init__(self, knobs: dict[str, Any], *times_ms: float) -> None:
         super().__init__(knobs)

@@ -98,7 +98,7 @@ def test_before_takes_the_conversion_out_of_the_call() -> None:
     bound = Converted(Variant(lambda inputs, outputs: {"y": inputs["x"]}, convert), {"x": torch.ones(1)}, {})
     bound()
     bound()
-    assert len(converted) == 2, "nobody asked before: it is part of every call"
+    assert len(converted) == 2, "it was not asked for before: it is part of every call"
     bound.before()
     bound()
     bound()

@@ -1,4 +1,4 @@
-"""Who does not take a case: told from a fault, found in a worker's traceback, and who takes it instead."""
+"""Who does not take a case: kept apart from a fault, found in a worker's traceback, and who takes it instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Building CUDA: which flags are allowed, what the recipe covers, what the compiler is told; real builds where nvcc is.
+"""Building CUDA: which flags are allowed, what the recipe covers, what reaches the compiler; real builds where nvcc is.
 
 No device is used. Where nvcc is not there, a shell script takes its place, and the real builds are skipped.
 """

@@ -1,4 +1,4 @@
-"""A process stands still when it is told to; one that goes on by itself is seen, whatever stopped it."""
+"""A process stands still on request; one that goes on by itself is seen, whatever stopped it."""
 
 from __future__ import annotations
 

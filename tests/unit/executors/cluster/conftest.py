@@ -69,7 +69,7 @@ class Nodes:
 
 
 def free_port() -> int:
-    """A port that nobody has, outside of those that Ray gives its workers."""
+    """A free port, outside of those that Ray gives its workers."""
     for port in range(CLIENT_PORTS.start + os.getpid() % 1000, CLIENT_PORTS.stop):
         with socket.socket() as tried, contextlib.suppress(OSError):
             tried.bind(("127.0.0.1", port))

@@ -218,7 +218,7 @@ def test_in_a_container_a_list_without_us_is_not_believed(listed: list[int], nvm
     nvml.GPUS[0]["processes"] = [nvml.process(pid) for pid in listed]
     found = foreign_processes(gpus.gpus()[0], [os.getpid()])
     assert (found.known, found.processes, found.utilization) == (False, (), None)
-    assert busy_gpu_reason(TIMED, found, allow=False) is TIMED, "a guess costs nobody a verdict"
+    assert busy_gpu_reason(TIMED, found, allow=False) is TIMED, "a guess costs no verdict"
     assert neighbours_note(found).startswith("whether others used the GPU is unknown: in a container")
     assert "4 MiB" in neighbours_note(found)
 

@@ -77,7 +77,7 @@ def test_a_wrapper_is_named(name: str, code: Code) -> None:
 
 
 def test_the_part_of_a_name_that_is_a_vendors_is_shown() -> None:
-    """Without it the name would be nobody's, so an author knows what to change."""
+    """Without it the name would have no owner, so an author knows what to change."""
     assert foreign_part("my_implicit_gemm_v2(float*)") == "implicit_gemm"
     assert owner_of("my_implicit_gemm_v2(float*)".replace("implicit_gemm", "")) is Owner.OWN
 

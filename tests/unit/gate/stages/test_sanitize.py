@@ -1,4 +1,4 @@
-"""compute-sanitizer without a GPU: what its words mean, and how it is started, by a stand-in that says what it is told.
+"""compute-sanitizer without a GPU: what its words mean, and how it is started, by a stand-in.
 
 The stand-in takes the options of the real program, writes a log that was given to it, and runs what it is to watch or
 not. The logs have the form of compute-sanitizer 2022 to 2025.
@@ -234,7 +234,7 @@ class TestStarting:
         assert given[given.index("--error-exitcode") + 1] == str(sanitizer.FOUND_STATUS)
         assert given[given.index("-m") + 1] == "pytest_klineage.worker.sanitized"
         assert given[-1] == "of the place"
-        assert run.said.startswith("not finished"), "nobody answered, for nothing was run"
+        assert run.said.startswith("not finished"), "there was no answer, for nothing was run"
         assert "the stand-in was here" in run.said
 
     def test_a_kernel_that_cannot_be_loaded_answers_so(self, stand_in: MakeStandIn) -> None:
@@ -313,7 +313,7 @@ class TestTools:
 
     def test_a_refusal_leads_to_the_cases_own_shape(self, runs: dict[tuple[str, str], SanitizerRun]) -> None:
         runs["memcheck", "gemm-512x512x512-bf16"] = SanitizerRun(refused="4096 only")
-        runs["initcheck", "gemm-512x512x512-bf16"] = SanitizerRun(finding="nobody is to look here again")
+        runs["initcheck", "gemm-512x512x512-bf16"] = SanitizerRun(finding="not to be looked at again")
         runs["synccheck", "gemm-4096x4096x4096-bf16"] = SanitizerRun(finding="found at its own")
         found, _heard = self.all_tools()
         assert [reason.evidence["case"] for reason in found.reasons] == ["gemm-4096x4096x4096-bf16"]
@@ -356,7 +356,7 @@ class TestJudgement:
         reason = Reason(code=Code.SANITIZER, message="racecheck at here: a race")
         found = Sanitized(by_tool={"racecheck": "a race"}, reasons=(reason,), notes=("noted",))
         monkeypatch.setattr(judgement, "sanitize", lambda *given, **named: found)
-        assert judge(cpp()).scored, "nobody asked"
+        assert judge(cpp()).scored, "it was not asked for"
         change(sanitize=("racecheck",))
         verdict = judge(cpp())
         assert (verdict.status, verdict.code) == (Status.RUNTIME_ERROR, Code.SANITIZER)

@@ -155,7 +155,7 @@ class TestThePlainContract:
         submit(run, "speed 2.5")
         ask(run)
         submit(run, "speed 3.5")  # an edit: no reply holds it whole
-        submit(run, "speed 4.5")  # nobody was asked for this one
+        submit(run, "speed 4.5")  # no call of a model is behind this one
         assert [judged.call for judged in events(run, Judged)] == [1, 2, 3, 0]
 
 
@@ -202,7 +202,7 @@ class TestAdaExplore:
         assert (judged.code.value, judged.speedup) == ("wrapper.framework", None)
         assert run.evaluator.best is None
         notes = [note.text for note in events(run, Noted) if note.topic == "ordinary"]
-        assert notes == ["step 1: told as accepted.faster, counted as wrapper.framework"]
+        assert notes == ["step 1: shown as accepted.faster, counted as wrapper.framework"]
 
     @pytest.mark.parametrize("source", ["", 7, None])
     def test_rubbish_is_a_kernel_that_does_not_compile(

@@ -62,7 +62,7 @@ NAIVE_TEXT, BLOCKED_TEXT, EXPERT_TEXT = HEAD + PLAIN + TAIL, HEAD + BLOCKED + TA
 
 
 class Scripted:
-    """A model that says what it is told to, and keeps what it was asked."""
+    """A model that says what it is given to say, and keeps what it was asked."""
 
     name = "scripted"
     model = "toy"

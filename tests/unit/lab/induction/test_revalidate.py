@@ -35,7 +35,7 @@ def test_a_sign_is_an_interval_that_is_clear_of_one(low: float, high: float, sig
     ("recorded", "measured", "same"),
     [
         ((1.4, 1.6), (2.0, 2.2), True),  # another figure, the same sign
-        ((1.04, 1.06), (1.0, 1.05), True),  # cannot be told apart
+        ((1.04, 1.06), (1.0, 1.05), True),  # cannot be distinguished
         ((1.04, 1.06), (0.99, 1.015), True),  # within three percent of it
         ((1.4, 1.6), (0.98, 1.02), False),  # the effect is gone
         ((1.4, 1.6), (0.5, 0.6), False),

@@ -37,7 +37,7 @@ def prices(tmp_path: Path) -> Prices:
 
 @dataclass
 class ScriptedBackend:
-    """A provider that answers what it is told to, and remembers what it has billed."""
+    """A provider that answers what it is given to say, and remembers what it has billed."""
 
     script: list[Reply | BaseException]
     worst_usd: float = 0.1

@@ -1,4 +1,4 @@
-"""A budget is never exceeded by more than calls cost beyond their reservation, whoever calls and whenever it ends."""
+"""A budget is never exceeded by more than calls cost beyond their reservation, from any thread and at any end."""
 
 from __future__ import annotations
 

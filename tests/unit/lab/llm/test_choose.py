@@ -1,4 +1,4 @@
-"""Choosing a backend: nothing by default, and every mistake is told with what is valid."""
+"""Choosing a backend: nothing by default, and every mistake names what is valid."""
 
 from __future__ import annotations
 

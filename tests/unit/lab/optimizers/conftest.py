@@ -45,7 +45,7 @@ CASE = make_case("gemm", (16, 16, 16), "fp32", "torch", at_least=0.01)
 
 @dataclass
 class Scripted:
-    """A model that says what it is told to, and remembers what it was asked."""
+    """A model that says what it is given to say, and remembers what it was asked."""
 
     script: list[str | Reply | BaseException]
     cost_usd: float = 0.01

@@ -1,4 +1,4 @@
-"""What a model is told of a verdict: the facts, bounded and clean, the same text for the same verdict."""
+"""What a model is shown of a verdict: the facts, bounded and clean, the same text for the same verdict."""
 
 from __future__ import annotations
 

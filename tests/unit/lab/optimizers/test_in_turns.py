@@ -79,7 +79,7 @@ def turn(task: Task, path: Path, exchange: Path, judge: Judge) -> OptimizationRe
 def rounds(
     task: Task, path: Path, exchange: Path, folder: BatchFolder, cache: Path
 ) -> tuple[OptimizationResult, list[type]]:
-    """Goes until it is done: whoever answers prompts, and whoever has the machine, come by after each."""
+    """Goes until it is done: prompts are answered and kernels judged after each."""
     gate = ExecutorGate(folder, "cpu", GateSettings(**QUICK))
     waited: list[type] = []
     while len(waited) < 4 * STEPS:

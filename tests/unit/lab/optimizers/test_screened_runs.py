@@ -86,10 +86,10 @@ def test_a_screened_speedup_is_not_kept_as_a_figure(
     assert (root.speedup, root.screened) == (0.5, False)
     assert (step.speedup, step.best_speedup, step.screened) == (None, 0.5, True)
     assert mark_of(step.code, step.speedup, screened=step.screened) is Mark.SCREENED
-    told = outcome.observations[-1]
-    assert told.verdict is not None
-    assert told.verdict.screened == 0.5
-    assert "0.5x" in told.feedback
+    observed = outcome.observations[-1]
+    assert observed.verdict is not None
+    assert observed.verdict.screened == 0.5
+    assert "0.5x" in observed.feedback
 
 
 def test_a_replay_judges_screened_kernels_in_full(

@@ -1,4 +1,4 @@
-"""What an answer says about its outputs: every byte of small ones, pieces of large ones that nobody can foresee."""
+"""What an answer says about its outputs: every byte of small ones, unforeseeable pieces of large ones."""
 
 from __future__ import annotations
 

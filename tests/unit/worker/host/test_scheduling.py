@@ -1,4 +1,4 @@
-"""Waiting for a processor is told from sleeping and from working, by the system's own account."""
+"""Waiting for a processor is kept apart from sleeping and from working, by the system's own account."""
 
 from __future__ import annotations
 
