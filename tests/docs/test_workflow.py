@@ -1,4 +1,4 @@
-"""The page of platforms and the example workflow, held to what the package has."""
+"""The example workflow, held to what the package has."""
 
 from __future__ import annotations
 
@@ -9,26 +9,9 @@ from typing import Any
 import pytest
 
 from pytest_klineage.plugin.options import OPTIONS
-from pytest_klineage.records import GPU_PLATFORMS, GpuPlatform
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "reference" / "platforms.md").read_text().splitlines()
 WORKFLOW = DOCS / "examples" / "gate-kernels.yml"
-
-
-def cells(first: str) -> list[str]:
-    """The row that begins with a cell."""
-    (line,) = (line for line in PAGE if line.startswith(f"| {first} |"))
-    return [cell.strip(" `") for cell in line.strip("|").split("|")]
-
-
-@pytest.mark.parametrize("item", GPU_PLATFORMS.values(), ids=lambda item: item.name)
-def test_a_platform_has_its_row(item: GpuPlatform) -> None:
-    row = cells(f"`{item.name}`")
-    least = ".".join(map(str, item.toolkit))
-    assert row[1:6] == [item.title, item.capability, f"sm_{item.target}", least, str(item.shared_bytes)]
-    (known,) = (line for line in PAGE if line.startswith(f"- `{item.name}`: "))
-    assert known.partition(": ")[2].split(", ") == [product.name.removeprefix("NVIDIA ") for product in item.products]
 
 
 def workflow() -> dict[Any, Any]:
