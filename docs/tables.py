@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from package_tables import PACKAGE_TABLES
 from tabulate import tabulate
 
 from pytest_klineage.lab.induction.admit_store import TRIAL_FILE, TrialRecord, trial_folders
 from pytest_klineage.lab.library.cards import card_folders, read_card
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.lineages import read_json
-from pytest_klineage.lab.library.normalise import granted
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
 from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
-from pytest_klineage.operators import OPERATORS, paper_case
 from pytest_klineage.records import (
-    GPU_PLATFORMS,
     AdmissionRule,
     SkillCard,
     Timing,
@@ -301,63 +299,6 @@ def seconds_of(answer: dict[str, Any]) -> str:
     return f"{answer['seconds']}{f', with later checks {later}' if later else ''}{', read before' if known else ''}"
 
 
-def operators() -> str:
-    """Each operator's axes, types, options, input distributions, and its published cases."""
-    rows = [
-        (
-            f"`{name}`", ", ".join(one.axes), ", ".join(one.dtypes),
-            "; ".join(f"`{option}`: {', '.join(map(str, values))}" for option, values in one.options.items()),
-            *(published_case(name, tier) for tier in ("cpu", "gpu")), ", ".join(one.input_distributions),
-        )
-        for name, one in OPERATORS.items()
-    ]  # fmt: skip
-    headers = (
-        "operator",
-        "axes, in order",
-        "types",
-        "options (default first)",
-        "`cpu`",
-        "`gpu`",
-        "input distributions",
-    )
-    return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
-
-
-def published_case(operator: str, tier: str) -> str:
-    """Sizes and type."""
-    case = paper_case(operator, tier, "torch")
-    return f"{', '.join(map(str, case.shape.values()))} {case.dtype}"
-
-
-def platforms() -> str:
-    """The GPU platforms that kernels are built for."""
-    rows = [
-        (
-            f"`{one.name}`",
-            one.title,
-            one.capability,
-            f"`sm_{one.target}`",
-            ".".join(map(str, one.toolkit)),
-            one.shared_bytes,
-        )
-        for one in GPU_PLATFORMS.values()
-    ]
-    headers = ("platform", "is", "capability", "compiled for", "nvcc from", "shared memory of a block, bytes")
-    return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
-
-
-def products() -> str:
-    """The GPUs of each platform whose data sheets are known."""
-    named = {one.name: [gpu.name.removeprefix("NVIDIA ") for gpu in one.products] for one in GPU_PLATFORMS.values()}
-    return "".join(f"- `{name}`: {', '.join(gpus)}\n" for name, gpus in named.items())
-
-
-def capabilities() -> str:
-    """What each platform is granted."""
-    rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in sorted(granted(name)))) for name in ("cpu", *GPU_PLATFORMS)]
-    return f"{tabulate(rows, ('platform', 'is granted'), tablefmt='pipe')}\n"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "main-tier-sm90": lambda: main_tier("main_tier-sm90"),
     "main-tier-cpu": lambda: main_tier("main_tier-cpu"),
@@ -367,10 +308,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "trials": trials,
     "newcomer": newcomer,
     "derived-steps": derived_steps,
-    "operators": operators,
-    "platforms": platforms,
-    "products": products,
-    "capabilities": capabilities,
+    **PACKAGE_TABLES,
 }
 
 

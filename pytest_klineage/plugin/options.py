@@ -140,7 +140,10 @@ OPTIONS = (
         " the same command goes on with the verdicts that have come (batch:DIR), or by the judges of a Ray cluster"
         " (default: local)",
     ),
-    Option("gpu-product", "NAME", word, "GPU product of the Ray cluster to judge on, such as H200; never a mixture"),
+    Option(
+        "gpu-product", "NAME", word,
+        "GPU product of the Ray cluster to judge on, such as H200; required where it has several",
+    ),
     Option(
         "priority", "N", number(int, -1_000_000),
         "What is judged first where others ask as well: higher numbers, as 10 for a pull request (default: 0)",
@@ -179,11 +182,14 @@ OPTIONS = (
     Option(
         "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.95)"
     ),
-    Option("time-limit", "SECONDS", number(float, 0, above=True), "Longest timing of one kernel (default: 10)"),
+    Option(
+        "time-limit", "SECONDS", number(float, 0, above=True),
+        "Longest timing of one kernel with one policy, tracing excluded (default: 10)",
+    ),
     Option(
         "busy-limit", "X", number(float, 0),
         "Share of the machine that others may use during timing; above it a verdict is inconclusive (default: 0.25); "
-        "on a GPU 1 allows other processes on it",
+        "1 allows all, on a GPU other processes too",
     ),
     Option(
         "spread-limit", "X", number(float, 1, above=True),
@@ -194,7 +200,7 @@ OPTIONS = (
         "Fix the random inputs of the checks, so that a wrong value comes back (default: other ones in every run)",
     ),
     Option("seeds", "N", number(int, 1), "How many random inputs a kernel must get right (default: 3)"),
-    Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0 means all cores (default: 0)"),
+    Option("threads", "N", number(int, 0), "CPU threads of kernel and reference; 0: all cores, bound (default: 0)"),
     Option(
         "flush", "SIZE", size,
         "Bytes to write between two timed calls, such as 64M, so that each starts from memory; on a CPU 0 for warm"
@@ -204,7 +210,10 @@ OPTIONS = (
     Option("results", "DIR", word, "Run stores are made in DIR/runs (default: results)"),
     Option("run", "NAME", word, "Name of this run, for its run store"),
     Option("build-timeout", "SECONDS", number(float, 0, above=True), "Longest build of one kernel (default: 120)"),
-    Option("load-timeout", "SECONDS", number(float, 0, above=True), "Longest import of one kernel (default: 30)"),
+    Option(
+        "load-timeout", "SECONDS", number(float, 0, above=True),
+        "Longest load or import of one kernel; a GPU reference has at least 300 (default: 30)",
+    ),
     Option("run-timeout", "SECONDS", number(float, 0, above=True), "Longest single call of a kernel (default: 30)"),
     Option(
         "method", "NAME", word, "Whose kernels the suites judge, such as expert or naive; repeatable (default: expert)",

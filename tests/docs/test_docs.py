@@ -223,13 +223,8 @@ def test_options_are_those_of_pytest_help(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS + LAB_OPTIONS, ids=lambda option: option.name)
-def test_an_option_is_documented_as_it_is(option: Any) -> None:
-    row = next(row for row in table(page("reference/options.md")) if code(row[0])[0].split()[0] == option.flag)
-    assert code(row[0])[0] == f"{option.flag} {option.metavar}".rstrip()
-    assert option.key == option.flag[2:].replace("-", "_")
-    if stated := re.search(r"\(default: ([\w.]+)[,)]", option.help):
-        assert code(row[1]) == [stated.group(1)]
-    assert ("repeatable" in row[2]) == option.repeatable
+def test_the_help_says_what_repeats(option: Any) -> None:
+    assert ("repeatable" in option.help) == option.repeatable
 
 
 def test_reason_codes_are_all_there_and_no_other() -> None:
