@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 
 from tabulate import tabulate
 
+from pytest_klineage.cli.main import build_parser
 from pytest_klineage.lab.library.normalise import granted
 from pytest_klineage.lab.plugin import OPTIONS as LAB_OPTIONS
 from pytest_klineage.operators import OPERATORS, paper_case
@@ -18,6 +20,54 @@ def options() -> str:
     rows = [(f"`{one.flag} {one.metavar}".rstrip() + "`", one.help) for one in (*OPTIONS, *LAB_OPTIONS)]
     escaped = [tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in row) for row in rows]
     return f"{tabulate(escaped, ('option', 'meaning'), tablefmt='pipe')}\n"
+
+
+MOST_FLAGS = 8
+"""A command with more is shown without them: its `--help` has them."""
+
+
+def commands() -> str:
+    """Every command with its arguments and help."""
+    rows = [(f"`{usage(parser)}`".replace("|", "\\|"), about) for parser, about in leaves(build_parser(), "")]
+    return f"{tabulate(rows, ('command', 'does'), tablefmt='pipe')}\n"
+
+
+def leaves(parser: argparse.ArgumentParser, about: str) -> Iterator[tuple[argparse.ArgumentParser, str]]:
+    """The parsers that have no commands below them, with what is said of each."""
+    below = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if not below:
+        yield parser, about
+    for one in below:
+        helps = {choice.dest: choice.help or "" for choice in one._choices_actions}
+        for name, child in one.choices.items():
+            yield from leaves(child, helps[name])
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """A command and its arguments, on a line."""
+    actions = [one for one in parser._actions if one.dest != "help" and one.help != argparse.SUPPRESS]
+    flags = [flag_text(one) for one in actions if one.option_strings]
+    words = [argument_text(one) for one in actions if not one.option_strings]
+    shown = flags if len(flags) <= MOST_FLAGS else ["..."]
+    return " ".join([parser.prog.partition(" ")[2], *words, *shown])
+
+
+def flag_text(action: argparse.Action) -> str:
+    """An option, in brackets unless it is required."""
+    value = "" if action.nargs == 0 else value_text(action)
+    text = f"{action.option_strings[0]} {f'[{value}]' if action.nargs == '?' else value}".rstrip()
+    return text if action.required else f"[{text}]"
+
+
+def argument_text(action: argparse.Action) -> str:
+    """A positional argument, as its number demands."""
+    name = value_text(action)
+    return {"?": f"[{name}]", "*": f"[{name} ...]", "+": f"{name}..."}.get(str(action.nargs), name)
+
+
+def value_text(action: argparse.Action) -> str:
+    """What stands for an argument's value."""
+    return str(action.metavar or "|".join(map(str, action.choices or (action.dest.upper(),))))
 
 
 def operators() -> str:
@@ -79,6 +129,7 @@ def capabilities() -> str:
 
 PACKAGE_TABLES: dict[str, Callable[[], str]] = {
     "options": options,
+    "commands": commands,
     "operators": operators,
     "platforms": platforms,
     "products": products,

@@ -270,16 +270,8 @@ def test_the_run_store_is_described_as_it_is() -> None:
         assert tuple(code(listed.group(1))) == record.__struct_fields__
 
 
-def test_commands_are_those_of_help(tmp_path: Path) -> None:
-    rows = {code(row[0])[0].split()[0]: row for row in table(page("reference/cli.md"))}
-    _, output = run("pytest-klineage --help", tmp_path)
-    listed = set(re.findall(r"^    ([a-z]+) ", output, re.M))
-    assert listed == {name for name in rows if not name.startswith("-")}
-    assert set(RECORDS) <= set(code(rows["schema"][1]))
-    for name in sorted(listed):
-        _, output = run(f"pytest-klineage {name} --help", tmp_path)
-        flags = set(re.findall(r"--[a-z-]+", output)) - {"--help"}
-        assert set(re.findall(r"--[a-z-]+", rows[name][0])) == flags
+def test_every_record_with_a_schema_is_named() -> None:
+    assert set(RECORDS) <= set(code(page("reference/cli.md")))
 
 
 def test_marker_and_fixture_arguments_are_all_there() -> None:
