@@ -129,6 +129,6 @@ def _of_trace_set(root: Path, into: Path) -> Iterator[Imported | UsageError]:
 
 
 def number_of(path: Path) -> int:
-    """A problem's number, with which its file's name begins; the largest integer where there is none."""
+    """A problem's number, with which its file's name begins; the largest integer without one."""
     head = path.name.partition("_")[0]
     return int(head) if head.isdigit() else sys.maxsize

@@ -289,7 +289,7 @@ def _folder(experts: Path, name: str) -> Path:
 
 
 def _all_folders(experts: Path) -> list[Path]:
-    """Folders of all lineages, those by walks first. Raises UsageError where there is none."""
+    """Folders of all lineages, those by walks first. Raises UsageError without one."""
     from pytest_klineage.lab.library.lineages import find_all
 
     folders = find_all(experts)

@@ -28,7 +28,7 @@ class ClusterLimits(msgspec.Struct, frozen=True, kw_only=True):
     judge_s: float = 900.0
     """Longest judgement; then the judge is taken for lost. The gate's own limits for kernels are much shorter."""
     alone_s: float = 60.0
-    """How long a request waits for a device that may take it, when there is none."""
+    """How long a request waits for a device that may take it to join."""
 
 
 class JudgeState(msgspec.Struct, kw_only=True):

@@ -190,7 +190,7 @@ class RayExecutor:
 
 
 def connect(where: str) -> Any:
-    """Join a cluster and return its desk. Raises UsageError when there is none, MissingDependency without Ray."""
+    """Join a cluster and return its desk. Raises UsageError without one, MissingDependency without Ray."""
     try:
         import ray
     except ImportError as error:
@@ -207,7 +207,7 @@ def connect(where: str) -> Any:
 
 
 def find_desk(limits: ClusterLimits | None = None, judge_class: type = Judge) -> Any:
-    """The cluster's desk, started when there is none. It outlives who started it."""
+    """The cluster's desk, started if absent. It outlives who started it."""
     import ray
 
     options: dict[str, Any] = {

@@ -31,7 +31,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     product: str
     priority: int
     recipe: str
-    """Name of the artifact that can be built ahead; empty where there is none."""
+    """Name of the artifact that can be built ahead; empty without one."""
     request: msgspec.Raw
 
 

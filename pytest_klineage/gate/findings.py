@@ -244,7 +244,7 @@ def floor_reason(
 ) -> Reason | None:
     """A reason when a time is below what arithmetic or memory could do on any such machine.
 
-    `trusted_ms` is what a reference took that is no candidate; None where there is none.
+    `trusted_ms` is what a reference took that is no candidate; None without one.
     """
     if trusted_ms is not None and trusted_ms <= TRUSTED_GAIN * candidate_ms:
         return None

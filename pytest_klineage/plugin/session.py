@@ -143,7 +143,7 @@ class KlineageSession:
 
     @property
     def progress(self) -> ProgressLine | None:
-        """Where live progress goes, or None when there is none."""
+        """Where live progress goes, or None without one."""
         if self._progress is None:
             from pytest_klineage.plugin.progress import make_progress
 

@@ -215,7 +215,7 @@ def medians_in_turns(threads: Mapping[str, VariantThread], timer: Timer, reps: i
 
 
 def chosen_before(variants: Mapping[str, Variant], trial: TrialTensors, timer: Timer | None, reps: int) -> Choice:
-    """The variant that the trial names, warmed up under its flags. Raises HarnessError when there is none."""
+    """The variant that the trial names, warmed up under its flags. Raises HarnessError without one."""
     if trial.only not in variants:
         raise HarnessError(f"the reference has no variant {trial.only!r} any more; it has {', '.join(variants)}")
     variant = variants[trial.only]

@@ -239,7 +239,7 @@ def module_name(path: str) -> str:
 
 
 def package_version(module: str) -> dict[str, str]:
-    """The version of the distribution that a module belongs to, by name; empty where there is none."""
+    """The version of the distribution that a module belongs to, by name; empty without one."""
     packages = importlib.metadata.packages_distributions().get(module.partition(".")[0], [])
     return {name: importlib.metadata.version(name) for name in packages[:1]}
 

@@ -70,7 +70,7 @@ def read(directory: Path) -> tuple[ArtifactRecord, bytes] | None:
 
 
 def cached(directory: Path) -> Built | None:
-    """A built kernel of the build cache; None when there is none, or a damaged one."""
+    """A built kernel of the build cache; None without one, or a damaged one."""
     with contextlib.suppress(SurfaceFailure):
         if (found := read(directory)) is not None:
             build = msgspec.structs.replace(found[0].build, seconds=0.0, cached=True)

@@ -75,7 +75,7 @@ def publish(staging: Path, artifact: Path) -> None:
 
 
 def import_named(module: str) -> Any:
-    """An installed module. Raises SurfaceFailure when there is none; what it raises itself goes through."""
+    """An installed module. Raises SurfaceFailure without one; what it raises itself goes through."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -65,7 +65,7 @@ def with_library(case: KernelCase) -> KernelCase:
 
 
 def first_right(gate: Gate, case: KernelCase, *, against_itself: bool) -> tuple[KernelSource, Verdict]:
-    """The first kernel of the operator that the gate scores, with its verdict. Fails the test when there is none."""
+    """The first kernel of the operator that the gate scores, with its verdict. Fails the test without one."""
     refused = []
     for source in sources(case.operator, gate.platform):
         verdict = gate.judge(case, source, reference_source=source if against_itself else None)

@@ -97,12 +97,12 @@ class Timed(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ratio_today(self) -> float | None:
-        """The gate's figure over Triton's of the same minute; None where there is none."""
+        """The gate's figure over Triton's of the same minute; None without one."""
         return over(self.measured_ms, self.triton and self.triton.milliseconds)
 
     @property
     def ratio_like_the_gate(self) -> float | None:
-        """The gate's figure over Triton's on other inputs and a stream of their own; None where there is none."""
+        """The gate's figure over Triton's on other inputs and a stream of their own; None without one."""
         return over(self.measured_ms, self.triton and self.triton.like_the_gate_ms)
 
     @property
@@ -178,7 +178,7 @@ def line_of(row: Timed) -> str:
 
 
 def shown_or_dash(number: float | None, digits: int) -> str:
-    """The number with so many digits after the point; a dash where there is none."""
+    """The number with so many digits after the point; a dash without one."""
     return f"{number:.{digits}f}" if number else "-"
 
 

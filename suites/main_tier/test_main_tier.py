@@ -58,7 +58,7 @@ class Kernel(NamedTuple):
     operator: str
     name: str
     expert: Expert | None
-    """Its folder; None when there is none for the platform."""
+    """Its folder; None without one for the platform."""
     lineage: StoredLineage | None = None
     """Where it is a state: the lineage."""
     layout: str = ""
@@ -79,7 +79,7 @@ class Kernel(NamedTuple):
         return self.expert.platforms_of(self.expert.variants[self.name])
 
     def source(self) -> KernelSource:
-        """Its source; the test is skipped when there is none."""
+        """Its source; the test is skipped without one."""
         if self.expert is None:
             pytest.skip(f"experts/{self.operator} has no {self.name!r} kernel for this platform")
         return self.lineage.state(self.name)[1] if self.lineage is not None else self.expert.source(self.name)

@@ -1,4 +1,4 @@
-"""One quick gate on the GPU for all tests here; everything is skipped, with the reason, where there is none."""
+"""One quick gate on the GPU for all tests here; everything is skipped, with the reason, without one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def platform(request: pytest.FixtureRequest) -> str:
-    """The GPU platform; skips where there is none."""
+    """The GPU platform; skips without one."""
     return gpu_platform(request.config)
 
 

@@ -121,7 +121,7 @@ COMPILER_LIMITS = {"load_timeout_s": 60.0, "run_timeout_s": 60.0}
 
 
 def kernel(operator: str, surface: Surface, variant: str, platform: str) -> KernelSource:
-    """One kernel of the experts; skips where there is none for the platform."""
+    """One kernel of the experts; skips without one for the platform."""
     expert = EXPERTS.get((operator, surface))
     if expert is None or variant not in expert.variants:
         pytest.skip(f"experts/{operator}/sm90-{surface.value} has no {variant!r} kernel")

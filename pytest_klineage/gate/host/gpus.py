@@ -127,7 +127,7 @@ def gpus_for(name: str) -> tuple[Gpu, ...]:
 
 
 def choose_gpu(name: str) -> Gpu:
-    """The first visible GPU of a platform, such as "sm90". Raises NoGpu when there is none."""
+    """The first visible GPU of a platform, such as "sm90". Raises NoGpu without one."""
     return gpus_for(name)[0]
 
 

@@ -133,7 +133,7 @@ class Host(ABC):
         """What no such machine exceeds on numbers of a type: what is faster has not been computed."""
 
     def peaks(self, threads: int, dtype: str) -> Peaks:
-        """What this machine allows, by its data sheet; the bound where there is none."""
+        """What this machine allows, by its data sheet; the bound without one."""
         return self.bound(threads, dtype)
 
     product: str = ""

@@ -188,7 +188,7 @@ def run_bounded(command: list[str], output: Path, environment: dict[str, str], l
 
 
 def beginning(path: Path) -> str:
-    """The first LOG_BYTES of a file as text; empty when there is none."""
+    """The first LOG_BYTES of a file as text; empty without one."""
     try:
         with path.open("rb") as file:
             return file.read(LOG_BYTES).decode(errors="replace")

@@ -48,7 +48,7 @@ def decoded(data: bytes, kind: type[T], contract: str) -> T:
 
 
 def source_of(given: Submission, target: EvaluationTarget) -> KernelSource:
-    """The kernel of a submission. Raises Refused when there is none, or when it is for another case."""
+    """The kernel of a submission. Raises Refused without one, or when it is for another case."""
     if given.case and given.case != target.case.id:
         raise Refused(Refusal.WRONG_CASE, f"this run is about {target.case.id}, not about {given.case!r:.120}")
     if bool(given.source.strip()) == bool(given.files):

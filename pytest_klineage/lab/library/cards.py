@@ -47,7 +47,7 @@ def write_card(skills: Path, card: SkillCard) -> Path:
 
 
 def read_card(directory: Path) -> SkillCard:
-    """The card of a folder. Raises UsageError when there is none, BadRecord with the file's name when it is damaged."""
+    """The card of a folder. Raises UsageError without one, BadRecord with the file's name when it is damaged."""
     return read_json(directory / CARD_FILE, SkillCard)
 
 

@@ -107,7 +107,7 @@ def save_lineage(directory: Path, lineage: Lineage, sources: Sequence[KernelSour
 def load_lineage(directory: Path) -> StoredLineage:
     """Read a lineage and make the sources of its states, without verifying it.
 
-    Raises UsageError when there is none, BadRecord when it does not decode, BrokenLineage when a file is missing or an
+    Raises UsageError without one, BadRecord when it does not decode, BrokenLineage when a file is missing or an
     edit does not apply.
     """
     lineage = read_record(directory)

@@ -75,7 +75,7 @@ def code_blocks(text: str) -> tuple[FencedBlock, ...]:
 
 
 def one_block(text: str) -> FencedBlock:
-    """The only fenced block of a reply. Raises MalformedReply when there is none, or more than one."""
+    """The only fenced block of a reply. Raises MalformedReply for none, or several."""
     blocks = code_blocks(text)
     if not blocks:
         raise MalformedReply(Malformation.NO_BLOCK, "the reply has no code block; send exactly one, fenced by ```")

@@ -36,7 +36,7 @@ class ReplayBackend(Backend):
             raise UsageError(f"the trajectory {path} holds no reply to replay")
 
     def upcoming(self, chat: str) -> RecordedCall | None:
-        """The chat's next call that has not been replayed; None when there is none left."""
+        """The chat's next call that has not been replayed; None after the last."""
         with self._lock:
             return next((call for call in self._unused if call.asked.chat == chat), None)
 

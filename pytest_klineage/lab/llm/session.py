@@ -191,7 +191,7 @@ class Chat:
         return recorded.asked.text if recorded is not None and same_turn else text
 
     def _recalled(self, conversation: Conversation) -> Reply | Asked | None:
-        """The recorded reply; or the recorded call to take up again; or None when there is none left."""
+        """The recorded reply; or the recorded call to take up again; or None after the last."""
         trajectory = self._session.trajectory
         while (recorded := trajectory.upcoming(self.name)) is not None:
             if recorded.asked.digest != conversation.digest:

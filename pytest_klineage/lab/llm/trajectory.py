@@ -138,7 +138,7 @@ class Trajectory:
                 )
 
     def recall(self, chat: str) -> RecordedCall | None:
-        """Take the next recorded call of a chat; None when there is none left."""
+        """Take the next recorded call of a chat; None after the last."""
         with self._lock:
             calls = self._calls.get(chat)
             return calls.popleft() if calls else None

@@ -147,7 +147,7 @@ def requested() -> tuple[int, int]:
 def spans_ms(windows: Sequence[tuple[int, int]], launches: Sequence[Launch], work: Sequence[Work]) -> list[float]:
     """For every window of the host's time, the span of the work that was launched in it, in milliseconds.
 
-    Raises ClockFailure when there is none, or when other kernels ran than in the window before.
+    Raises ClockFailure without one, or when other kernels ran than in the window before.
     """
     by_launch: dict[int, list[Work]] = {}
     for item in work:

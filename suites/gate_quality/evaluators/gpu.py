@@ -35,5 +35,5 @@ def process_on(platform: str, module: str, settings: GateSettings) -> Process:
 
 
 def device_name(platform: str) -> str:
-    """The product name of the GPU. Raises NoGpu when there is none for the platform."""
+    """The product name of the GPU. Raises NoGpu without one for the platform."""
     return host_for(platform, "all").machine({}, 1).device

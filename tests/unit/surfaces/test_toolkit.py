@@ -1,4 +1,4 @@
-"""Finding nvcc, its disassembler and header libraries: which of several, what is said when there is none."""
+"""Finding nvcc, its disassembler and header libraries: which of several, what is said without one."""
 
 from __future__ import annotations
 

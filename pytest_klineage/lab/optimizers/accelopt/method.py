@@ -48,7 +48,7 @@ class AccelOpt:
 
 
 def root_candidate(task: Task) -> Candidate:
-    """The beam's first kernel. Raises UsageError when there is none, or none with a time."""
+    """The beam's first kernel. Raises UsageError without one, or none with a time."""
     seen = task.submitted
     if task.root is None or seen is None:
         raise UsageError("accelopt begins with a right kernel, and the task has no root: give it a naive kernel")

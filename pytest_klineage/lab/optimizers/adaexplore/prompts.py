@@ -18,7 +18,7 @@ from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import KernelSource
 
 FIXED_GUIDANCE = "Look at what was reported for each attempt, and repair or improve the kernel accordingly."
-"""In place of a review, where there is none."""
+"""In place of a missing review."""
 
 FLAGS = '\n\nTo build with other flags, write a line "FLAGS: ..." with all of them before {position}.'
 
