@@ -78,7 +78,7 @@ def page(name: str) -> str:
 def table(text: str, *, after: str = "") -> list[list[str]]:
     """Rows of the first table behind a heading: cells, without the head."""
     lines = text[text.index(after) :].splitlines()
-    start = next(index for index, line in enumerate(lines) if re.fullmatch(r"\|[-| ]+\|", line))
+    start = next(index for index, line in enumerate(lines) if re.fullmatch(r"\|[-|: ]+\|", line))
     rows = []
     for line in lines[start + 1 :]:
         if not line.startswith("|"):

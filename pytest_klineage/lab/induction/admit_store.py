@@ -31,7 +31,6 @@ from pytest_klineage.records import (
     Surface,
     Trial,
     Verdict,
-    from_json,
 )
 from pytest_klineage.records.verdict import SCHEMA_VERSION
 from pytest_klineage.results.storage import record_json, write_atomically
@@ -149,15 +148,6 @@ def read_trial(directory: Path) -> StoredTrial:
     if kernel is not None and record.trial.source_digest != kernel.digest:
         raise BadRecord(f"{path}: the trial is about another kernel ({record.trial.source_digest[:12]})")
     return StoredTrial(directory=directory, record=record, target=target, kernel=kernel)
-
-
-def read_verdicts(directory: Path) -> list[Verdict]:
-    """Every verdict of a trial. Raises UsageError or BadRecord."""
-    path = directory / VERDICTS_FILE
-    try:
-        return [from_json(line, Verdict) for line in path.read_bytes().splitlines()]
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def tried(trials: Sequence[StoredTrial]) -> set[str]:

@@ -16,16 +16,14 @@ from admission_trials import (
 
 from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.lab.induction.admit import Compare, basis, roundtrip
-from pytest_klineage.lab.induction.admit_store import read_trial, read_verdicts, save_trial, trial_folders, tried
+from pytest_klineage.lab.induction.admit_store import VERDICTS_FILE, read_trial, save_trial, trial_folders, tried
 from pytest_klineage.lab.induction.admit_targets import AdmissionTarget, targets_for
 from pytest_klineage.lab.library.lineages import StoredLineage, read_json, save_lineage
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
-from pytest_klineage.records import (
-    SkillCard,
-    Verdict,
-)
+from pytest_klineage.records import SkillCard, Verdict
+from pytest_klineage.results.packed import read_lines
 
 
 def test_a_trial_is_stored_and_read_and_replayed(
@@ -43,7 +41,7 @@ def test_a_trial_is_stored_and_read_and_replayed(
     assert read == saved
     assert (read.kernel.digest, read.target.state.digest) == (done.kernel.digest, target.state.digest)
     assert (read.target.context, read.target.case) == (target.context, target.case)
-    assert [verdict.source_digest for verdict in read_verdicts(saved.directory)] == [
+    assert [verdict.source_digest for verdict in read_lines(saved.directory / VERDICTS_FILE, Verdict)] == [
         source_of(BAD).digest, done.kernel.digest,
     ]  # fmt: skip
     assert tried([read]) == {target.name}
