@@ -24,15 +24,7 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
 from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
-from pytest_klineage.records import (
-    AdmissionRule,
-    SkillCard,
-    Timing,
-    Trial,
-    TrialOutcome,
-    Verdict,
-    from_json,
-)
+from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict, from_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
