@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Operator
 from pytest_klineage.operators.changes import CHANGES
+from pytest_klineage.operators.movement import OPEN_TIES
 from pytest_klineage.operators.signature_line import Formula, SignatureLine, formula, parse_signature
 from pytest_klineage.records import DTYPES, Definition, KernelCase, Option, Signature, definition_digest
 
@@ -98,6 +99,7 @@ class DefinedOperator(Operator):
             needed = [item.name for item in keywords if item.default is inspect.Parameter.empty]
             late = {*needed, *self.options} - self.line.bare
             self.axes = tuple(dict.fromkeys([*(name for name in self.line.names if name not in late), *needed]))
+            check_outputs(self.line, self._keywords)
             self.dtypes = read_dtypes(dtypes)
             self.tolerances: dict[str, Allclose] = read_tolerances(tolerance, self.line)
             self._flops, self._bytes = self._size(flops), None if num_bytes is None else self._size(num_bytes)
@@ -131,6 +133,18 @@ class DefinedOperator(Operator):
 
     def least_size(self, axis: str) -> int:
         return 1 if axis in self.line.bare else 0
+
+    @property
+    def leaves_ties_open(self) -> bool:
+        """Whether the definition was seen to call what PyTorch answers as it likes where numbers are equal."""
+        return any(called & OPEN_TIES for called in self.called.values())
+
+    @property
+    def axes_text(self) -> str:
+        """The axes; those of no tensor say why they are axes."""
+        return ", ".join(
+            name if name in self.line.names else f"{name}: a parameter without a default" for name in self.axes
+        )
 
     def validate(self, case: KernelCase) -> None:
         self.signature(case)
@@ -201,6 +215,17 @@ def keyword_parameters(function: Function, names: Sequence[str]) -> list[inspect
         given, wanted = ", ".join(item.name for item in positional), ", ".join(names)
         raise UsageError(f"the parameters are ({given}), the signature's inputs are ({wanted}); options follow a *")
     return [item for item in parameters if item.kind is item.KEYWORD_ONLY]
+
+
+def check_outputs(line: SignatureLine, keywords: Sequence[str]) -> None:
+    """Raise UsageError for an output with an axis that the definition cannot know."""
+    known = {*line.input_names, *keywords}
+    for tensor in line.outputs:
+        if unknown := [name for dim in tensor.dims for name in dim.names if name not in known]:
+            raise UsageError(
+                f"no input has the axis {unknown[0]} of {tensor.name}; if it is one, the definition takes it: "
+                f"add *, {unknown[0]} to its parameters"
+            )
 
 
 def read_options(

@@ -21,6 +21,7 @@ from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.extensions import Extension, extensions
 from pytest_klineage.operators.base import Operator
 from pytest_klineage.operators.defined import MADE, DefinedOperator, shown
+from pytest_klineage.operators.signature_line import EXAMPLE
 from pytest_klineage.records import Definition, DefinitionFile, KernelCase, definition_digest
 
 FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -44,6 +45,10 @@ def find_operator(
         if shipped.get(wanted.name) is wanted:
             return wanted, None
         return wanted, _registered.get(id(wanted)) or remember(wanted)
+    if inspect.isfunction(wanted):
+        raise UsageError(
+            f'{wanted.__name__} is a plain function: write @operator("inputs -> outputs") before it, {EXAMPLE}'
+        )
     if not isinstance(wanted, str):
         raise UnknownName("operator", wanted, [*shipped, "file.py:name"])
     if wanted in shipped:
