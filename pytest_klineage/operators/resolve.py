@@ -45,12 +45,8 @@ def find_operator(
         if shipped.get(wanted.name) is wanted:
             return wanted, None
         return wanted, _registered.get(id(wanted)) or remember(wanted)
-    if inspect.isfunction(wanted):
-        raise UsageError(
-            f'{wanted.__name__} is a plain function: write @operator("inputs -> outputs") before it, {EXAMPLE}'
-        )
     if not isinstance(wanted, str):
-        raise UnknownName("operator", wanted, [*shipped, "file.py:name"])
+        raise no_operator(wanted, shipped)
     if wanted in shipped:
         return shipped[wanted], None
     if found := FILE_AND_NAME.fullmatch(wanted):
@@ -59,6 +55,15 @@ def find_operator(
     if wanted in extensions("operators"):
         return from_package(extensions("operators")[wanted])
     raise UnknownName("operator", wanted, [*shipped, *extensions("operators")])
+
+
+def no_operator(given: object, shipped: Mapping[str, Operator]) -> UsageError:
+    """The error for what is neither an operator nor a name of one."""
+    if inspect.isfunction(given):
+        return UsageError(
+            f'{given.__name__} is a plain function: write @operator("inputs -> outputs") before it, {EXAMPLE}'
+        )
+    return UnknownName("operator", given, [*shipped, "file.py:name"])
 
 
 def known(name: str, shipped: Mapping[str, Operator]) -> Operator | None:
