@@ -86,7 +86,7 @@ def test_nan_in_8_bits_is_a_wrong_value() -> None:
     assert explain("y", view, outputs, 0, error, expected.bounds["y"]).code is Code.NON_FINITE
 
 
-def test_a_right_number_is_not_taken_for_one_that_was_never_written() -> None:
+def test_a_right_number_was_written() -> None:
     chosen = quantiser("fp8_e4m3")
     case = make_case(chosen, (21, 300), "fp32", "torch")
     expected = expected_of(chosen, case)
