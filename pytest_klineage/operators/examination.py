@@ -104,7 +104,8 @@ def objection(findings: Sequence[str]) -> str:
     accepted = [item for item in findings if item.partition(":")[0] in NULL_ANSWERS]
     others = [item for item in findings if item not in accepted]
     if not accepted:
-        advice = "; declare .inputs in which it does, another shape, or may_ignore=" if "influence" in others[0] else ""
+        idle = tuple(item.split()[1] for item in others if item.startswith("input "))
+        advice = f"; declare .inputs in which it does, another shape, or may_ignore={idle}" if idle else ""
         return f"the case proves nothing: {'; '.join(others)}{advice}"
     names = [f"{NULL_ANSWERS[item.partition(':')[0]]}{item.partition(':')[2] and ' as ' + item.partition(':')[2]}"
              for item in accepted]  # fmt: skip

@@ -184,7 +184,10 @@ def test_a_table_that_every_draw_repeats_has_influence() -> None:
     unused.inputs("default")(lambda w: torch.ones_like(w))
     case = make_case(unused, (9,), "fp32", "torch")
     assert lint_case(unused, case, generator()) == ["input w does not influence outputs"]
-    with pytest.raises(UsageError, match=r"w does not influence outputs; declare \.inputs in which it does"):
+    with pytest.raises(
+        UsageError,
+        match=r"w does not influence outputs; declare \.inputs in which it does, another shape, or may_ignore=\('w',\)",
+    ):
         ProblemSet(OpenCase(case=case, secret="s", seeds=1, flush_bytes=0, threads=1))
 
 
