@@ -99,7 +99,6 @@ class DefinedOperator(Operator):
             needed = [item.name for item in keywords if item.default is inspect.Parameter.empty]
             late = {*needed, *self.options} - self.line.bare
             self.axes = tuple(dict.fromkeys([*(name for name in self.line.names if name not in late), *needed]))
-            check_outputs(self.line, self._keywords)
             self.dtypes = read_dtypes(dtypes)
             self.tolerances: dict[str, Allclose] = read_tolerances(tolerance, self.line)
             self._flops, self._bytes = self._size(flops), None if num_bytes is None else self._size(num_bytes)
@@ -141,10 +140,12 @@ class DefinedOperator(Operator):
 
     @property
     def axes_text(self) -> str:
-        """The axes; those of no tensor say why they are axes."""
-        return ", ".join(
-            name if name in self.line.names else f"{name}: a parameter without a default" for name in self.axes
-        )
+        """The axes; those that no input has say why they are axes."""
+        outputs = [(name, tensor.name) for tensor in self.line.outputs for dim in tensor.dims for name in dim.names]
+        why = {name: f" (of {output} alone)" for name, output in outputs}
+        why |= dict.fromkeys(self._keywords, " (a parameter without a default)")
+        why |= dict.fromkeys(self.line.input_names, "")
+        return ", ".join(f"{name}{why[name]}" for name in self.axes)
 
     def validate(self, case: KernelCase) -> None:
         self.signature(case)
@@ -215,17 +216,6 @@ def keyword_parameters(function: Function, names: Sequence[str]) -> list[inspect
         given, wanted = ", ".join(item.name for item in positional), ", ".join(names)
         raise UsageError(f"the parameters are ({given}), the signature's inputs are ({wanted}); options follow a *")
     return [item for item in parameters if item.kind is item.KEYWORD_ONLY]
-
-
-def check_outputs(line: SignatureLine, keywords: Sequence[str]) -> None:
-    """Raise UsageError for an output with an axis that the definition cannot know."""
-    known = {*line.input_names, *keywords}
-    for tensor in line.outputs:
-        if unknown := [name for dim in tensor.dims for name in dim.names if name not in known]:
-            raise UsageError(
-                f"no input has the axis {unknown[0]} of {tensor.name}; if it is one, the definition takes it: "
-                f"add *, {unknown[0]} to its parameters"
-            )
 
 
 def read_options(

@@ -358,8 +358,8 @@ COLLECTED = {
         "test_it.py:5: test: unknown axis of f 'N'. Valid: M.",
     ),
     "an axis of an output": (
-        '@operator("x[M] -> y[N]")\ndef f(x): ...',
-        "test_it.py:2: operator f: no input has the axis N of y; *add [*], N to its parameters",
+        '@operator("x[M] -> y[N]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f)\ndef test(kernel_gate): ...',
+        "test_it.py:4: test: f has 2 axes (M, N (of y alone)), got 1 sizes: *",
     ),
     "no operator": (
         'def f(x): ...\n@kernel_case((4,), "fp32", op=f)\ndef test(kernel_gate): ...',

@@ -218,8 +218,7 @@ def test_a_sum_of_one_number_may_err_to_one_side() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: operator("x[M] -> y[K]")(lambda x: x), "no input has the axis K of y"),
-        (lambda: make_case(axes, (3,), "fp32", "torch"), "2 axes (N, block: a parameter without a default)"),
+        (lambda: make_case(axes, (3,), "fp32", "torch"), "2 axes (N, block (a parameter without a default)), got"),
         (lambda: make_case(test_a_stable_sort_decides_ties, (3,), "fp32", "torch"), "decides_ties is a plain function"),
     ],
 )
