@@ -5,9 +5,20 @@ from __future__ import annotations
 import os
 import sys
 
+from pytest_klineage.errors import HarnessError, KlineageError
+from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.defined import DefinedOperator
 from pytest_klineage.operators.resolve import file_of
 from pytest_klineage.records import DefinitionFile, KernelCase
 from pytest_klineage.references.functions import reference_files
+
+
+def lost_oracle(case: KernelCase, error: HarnessError) -> KlineageError:
+    """What to raise when the oracle hangs or ends: a user's definition is what it was evaluating."""
+    operator = operator_of(case)
+    if not isinstance(operator, DefinedOperator):
+        return error
+    return operator.error(f"the definition does not come back: {error}")
 
 
 def definition_file(case: KernelCase) -> DefinitionFile:

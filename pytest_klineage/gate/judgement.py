@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pytest_klineage.errors import HarnessError
+from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import CALL_SLACK_S, JudgementContext
-from pytest_klineage.gate.definitions import definition_file
+from pytest_klineage.gate.definitions import definition_file, lost_oracle
 from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import SEVERITY, Rejected
 from pytest_klineage.gate.stages.audit import audit, foreign_file_reasons, included_libraries
@@ -100,7 +100,10 @@ class Judgement(JudgementContext):
         # Started now, the reference's process imports torch while the oracle computes.
         self.processes.oracle()
         self.processes.template(self._reference_preload())
-        opened = self.processes.ask_oracle(request, CaseOpened, ORACLE_DEADLINE_S)
+        try:
+            opened = self.processes.ask_oracle(request, CaseOpened, ORACLE_DEADLINE_S)
+        except (DeadlineExceeded, WorkerDied) as error:
+            raise lost_oracle(self.case, error) from error
         if isinstance(opened, WorkerFailure):
             raise HarnessError("the oracle could not open the case")
         self.opened = opened

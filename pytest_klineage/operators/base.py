@@ -85,6 +85,11 @@ class Operator(ABC):
         """The smallest size of an axis."""
         return 1
 
+    @property
+    def axes_text(self) -> str:
+        """The axes, for an error about a shape."""
+        return ", ".join(self.axes)
+
     def option(self, case: KernelCase, name: str) -> Option:
         """The value of an option of this case, or its default."""
         return case.options.get(name, self.options[name][0])
@@ -180,7 +185,7 @@ def named_shape(operator: Operator, shape: tuple[int, ...] | dict[str, int]) -> 
     axes = operator.axes
     if not isinstance(shape, dict):
         if len(shape) != len(axes):
-            names = ", ".join(axes)
+            names = operator.axes_text
             raise UsageError(f"{operator.name} has {len(axes)} axes ({names}), got {len(shape)} sizes: {shape}")
         shape = dict(zip(axes, shape, strict=True))
     for axis in shape:

@@ -137,7 +137,7 @@ class OpenOperator(DefinedOperator):
         return evaluation.evaluate(self, case, inputs, in_float64=False)
 
     def error_scale(self, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
-        return evaluation.error_scales(self, case, expected)
+        return evaluation.error_scales(self, case, inputs, expected)
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
         return further.names(self, case)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Operator
 from pytest_klineage.operators.changes import CHANGES
+from pytest_klineage.operators.movement import OPEN_TIES
 from pytest_klineage.operators.signature_line import Formula, SignatureLine, formula, parse_signature
 from pytest_klineage.records import DTYPES, Definition, KernelCase, Option, Signature, definition_digest
 
@@ -131,6 +132,20 @@ class DefinedOperator(Operator):
 
     def least_size(self, axis: str) -> int:
         return 1 if axis in self.line.bare else 0
+
+    @property
+    def leaves_ties_open(self) -> bool:
+        """Whether the definition was seen to call what PyTorch answers as it likes where numbers are equal."""
+        return any(called & OPEN_TIES for called in self.called.values())
+
+    @property
+    def axes_text(self) -> str:
+        """The axes; those that no input has say why they are axes."""
+        outputs = [(name, tensor.name) for tensor in self.line.outputs for dim in tensor.dims for name in dim.names]
+        why = {name: f" (of {output} alone)" for name, output in outputs}
+        why |= dict.fromkeys(self._keywords, " (a parameter without a default)")
+        why |= dict.fromkeys(self.line.input_names, "")
+        return ", ".join(f"{name}{why[name]}" for name in self.axes)
 
     def validate(self, case: KernelCase) -> None:
         self.signature(case)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CASTS = ("float", "half", "bfloat16")
 """Methods of a tensor that would leave float64."""
+TIE, TIE_SEED = 1e-10, 20261128
+"""By how much, relative to 1 and to themselves, numbers are moved that may tie; and the seed of the ways they go."""
 ROW_ELEMENTS = 64
 """A row, whose magnitude errors are measured by, has so many elements at least: trailing axes are joined until then."""
 
@@ -76,6 +78,12 @@ def failure(operator: DefinedOperator, error: BaseException, arguments: Sequence
     on_cpu = all(not tensor.is_cuda for tensor in arguments)
     if on_cpu and any(word in said.lower() for word in ("cuda", "gpu", "active driver", "nvidia")):
         text += "; a definition runs wherever its case is judged, and this is a CPU: write it in plain PyTorch"
+    elif "out of" in said and (
+        free := [item for item in operator.line.inputs if "int" in item.dtype and not item.below]
+    ):
+        text += (
+            f"; if {free[0].name} holds indices, bound them in the signature: {free[0].name}[...]: {free[0].dtype} < V"
+        )
     elif "Float8" in said:
         text += "; PyTorch has no arithmetic on 8-bit floats: cast them in the definition, x.float()"
     return operator.error(text, line=(lines or [0])[-1] or 0)
@@ -113,12 +121,12 @@ def is_float(dtype: str) -> bool:
     return dtype in UNIT_ROUNDOFF
 
 
-def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors) -> Tensors:
+def error_scales(operator: DefinedOperator, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
     """Per element, the unit in which errors are measured, in float64.
 
     By default half a unit in the last place of the output's type, at the size of the element plus that of its row: sums
-    that cancel err by what their terms were. Integers count by one; a declared tolerance is
-    its own unit.
+    that cancel err by what their terms were. Integers count by one, those that an open tie decides not at
+    all; a declared tolerance is its own unit.
     """
     import torch
 
@@ -133,7 +141,32 @@ def error_scales(operator: DefinedOperator, case: KernelCase, expected: Tensors)
         else:
             scale = torch.ones_like(values, dtype=torch.float64)
         scales[spec.name] = scale
+    if operator.leaves_ties_open:
+        for name, tied in open_ties(operator, case, inputs, expected).items():
+            scales[name].masked_fill_(tied, float("inf"))
     return scales
+
+
+def open_ties(operator: DefinedOperator, case: KernelCase, inputs: Tensors, expected: Tensors) -> Tensors:
+    """Where a tie of inputs decides an integer of the answer, by output: it changes when inputs differ by next to
+    nothing, one way or the other."""
+    import torch
+
+    whole = [name for name, values in expected.items() if not values.is_floating_point()]
+    found = {name: torch.zeros_like(expected[name], dtype=torch.bool) for name in whole}
+    device = next(iter(inputs.values())).device
+    random = torch.Generator(device).manual_seed(TIE_SEED)
+    noise = {
+        name: torch.randn(tensor.shape, generator=random, device=device, dtype=torch.float64)
+        for name, tensor in inputs.items()
+        if whole and tensor.is_floating_point()
+    }
+    for way in (TIE, -TIE):
+        moved = {name: way * (1 + inputs[name].double().abs()) * noise[name] + inputs[name].double() for name in noise}
+        answer = evaluate(operator, case, {**inputs, **moved}, in_float64=True) if moved else expected
+        for name in whole:
+            found[name] |= answer[name] != expected[name]
+    return found
 
 
 def row_magnitude(values: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pytest_klineage.operators.evaluation import open_ties
 from pytest_klineage.operators.movement import recording
 from pytest_klineage.operators.open_symmetry import SEED, alike
 from pytest_klineage.records import KernelCase
@@ -49,7 +50,19 @@ def examine(operator: DefinedOperator, case: KernelCase, inputs: Tensors) -> lis
         raise operator.error(f"the definition is not deterministic: two calls give different {', '.join(different)}")
     if operator.symmetry_function is not None:
         check_symmetry(operator, case, inputs, first)
-    return [timing_note(operator, case)]
+    return [timing_note(operator, case), *tie_notes(operator, case, inputs, first)]
+
+
+def tie_notes(operator: DefinedOperator, case: KernelCase, inputs: Tensors, expected: Tensors) -> list[str]:
+    """A note when elements are not compared because the definition leaves ties open."""
+    if not operator.leaves_ties_open:
+        return []
+    tied = {name: int(where.sum()) for name, where in open_ties(operator, case, inputs, expected).items()}
+    return [
+        f"{count} of {expected[name].numel()} elements of {name} follow from ties, which the definition leaves open: "
+        "such are not compared, unless it sorts with stable=True"
+        for name, count in tied.items() if count
+    ]  # fmt: skip
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -91,7 +104,9 @@ def objection(findings: Sequence[str]) -> str:
     accepted = [item for item in findings if item.partition(":")[0] in NULL_ANSWERS]
     others = [item for item in findings if item not in accepted]
     if not accepted:
-        return f"the case proves nothing: {'; '.join(others)}"
+        idle = tuple(item.split()[1] for item in others if item.startswith("input "))
+        advice = f"; declare .inputs in which it does, another shape, or may_ignore={idle}" if idle else ""
+        return f"the case proves nothing: {'; '.join(others)}{advice}"
     names = [f"{NULL_ANSWERS[item.partition(':')[0]]}{item.partition(':')[2] and ' as ' + item.partition(':')[2]}"
              for item in accepted]  # fmt: skip
     more = f"; {'; '.join(others)}" if others else ""

@@ -19,6 +19,8 @@ MOVES = frozenset({
     "arange", "_unsafe_view", "select_scatter", "slice_scatter", "diagonal_scatter",
 })  # fmt: skip
 """Operators of the framework that make, move, convert or repeat elements, beside its views."""
+OPEN_TIES = frozenset({"topk", "sort", "argsort", "kthvalue", "mode", "median", "nanmedian"})
+"""Those that return indices and leave open which one, where elements are equal; a stable sort does not."""
 SAMPLES = 16
 """Elements of an output that must occur among the inputs before all are looked for."""
 MIX = 0x2545F4914F6CDD1D
@@ -33,7 +35,8 @@ def recording(names: set[str]) -> Iterator[None]:
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no annotations
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not function.is_view:
-                names.add(function.overloadpacket.__name__)
+                stable = "stable" in function._overloadname
+                names.add(f"{function.overloadpacket.__name__}{'.stable' * stable}")
             return function(*args, **(kwargs or {}))
 
     with Recorder():  # type: ignore[no-untyped-call]  # as above

@@ -66,9 +66,22 @@ def lint_case(operator: Operator, case: KernelCase, generator: torch.Generator) 
         mixtures = {f"{name}:{output}": {**right, output: outputs[output]} for output in telling if len(outputs) > 1}
         findings += [label for label, answer in {name: outputs, **mixtures}.items() if expected.accepts(answer)]
     for name in [name for name in inputs if name not in operator.may_ignore]:
-        if expected.accepts(operator.baseline_output(case, {**inputs, name: others[name]})):
+        other = unlike(inputs[name], others[name])
+        if other is not None and expected.accepts(operator.baseline_output(case, {**inputs, name: other})):
             findings.append(f"input {name} does not influence outputs")
     return findings
+
+
+def unlike(tensor: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor | None:
+    """Other values of an input than it has: those of another draw, else, where every draw is the same, changed ones.
+
+    None for such a tensor of integers or 8-bit floats: it may be one that only a few values fit into.
+    """
+    import torch
+
+    if not torch.equal(as_rows(tensor), as_rows(drawn)):
+        return drawn
+    return tensor * 2 + 1 if tensor.is_floating_point() and tensor.element_size() > 1 else None
 
 
 def as_rows(output: torch.Tensor) -> torch.Tensor:

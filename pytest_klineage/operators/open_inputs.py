@@ -124,14 +124,14 @@ def one_redrawn(operator: DefinedOperator, case: KernelCase, inputs: Tensors, ge
     for size in SIZES:
         for name in names:
             found = {**inputs, name: redrawn(inputs[name], size, bound_of(operator, case, name), generator)}
-            if is_visible(operator, case, before, operator.oracle(case, found)):
+            if is_visible(operator, case, found, before, operator.oracle(case, found)):
                 return found
     return found
 
 
-def is_visible(operator: DefinedOperator, case: KernelCase, before: Tensors, after: Tensors) -> bool:
-    """Whether old outputs are clearly wrong answers to the new problem."""
-    scales, fixed = error_scales(operator, case, after), operator.fixed_bounds(case)
+def is_visible(operator: DefinedOperator, case: KernelCase, inputs: Tensors, before: Tensors, after: Tensors) -> bool:
+    """Whether old outputs are clearly wrong answers to the new problem, which has these inputs."""
+    scales, fixed = error_scales(operator, case, inputs, after), operator.fixed_bounds(case)
     return any(largest_error(before[name], after[name], scales[name]) > 2 * fixed.get(name, SLACK) for name in after)
 
 

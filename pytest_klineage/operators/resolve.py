@@ -21,6 +21,7 @@ from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.extensions import Extension, extensions
 from pytest_klineage.operators.base import Operator
 from pytest_klineage.operators.defined import MADE, DefinedOperator, shown
+from pytest_klineage.operators.signature_line import EXAMPLE
 from pytest_klineage.records import Definition, DefinitionFile, KernelCase, definition_digest
 
 FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -45,7 +46,7 @@ def find_operator(
             return wanted, None
         return wanted, _registered.get(id(wanted)) or remember(wanted)
     if not isinstance(wanted, str):
-        raise UnknownName("operator", wanted, [*shipped, "file.py:name"])
+        raise no_operator(wanted, shipped)
     if wanted in shipped:
         return shipped[wanted], None
     if found := FILE_AND_NAME.fullmatch(wanted):
@@ -54,6 +55,15 @@ def find_operator(
     if wanted in extensions("operators"):
         return from_package(extensions("operators")[wanted])
     raise UnknownName("operator", wanted, [*shipped, *extensions("operators")])
+
+
+def no_operator(given: object, shipped: Mapping[str, Operator]) -> UsageError:
+    """The error for what is neither an operator nor a name of one."""
+    if inspect.isfunction(given):
+        return UsageError(
+            f'{given.__name__} is a plain function: write @operator("inputs -> outputs") before it, {EXAMPLE}'
+        )
+    return UnknownName("operator", given, [*shipped, "file.py:name"])
 
 
 def known(name: str, shipped: Mapping[str, Operator]) -> Operator | None:

@@ -94,12 +94,23 @@ class SignatureLine:
         """Axes and options in all dimensions, in the order in which they first appear."""
         dims = [dim for tensor in (*self.inputs, *self.outputs) for dim in tensor.dims]
         bounds = [tensor.below for tensor in self.inputs if tensor.below is not None]
-        return tuple(dict.fromkeys(name for formula in (*dims, *bounds) for name in formula.names))
+        return _names(*dims, *bounds)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Axes and options in dimensions and bounds of inputs."""
+        bounds = [tensor.below for tensor in self.inputs if tensor.below is not None]
+        dims = [dim for tensor in self.inputs for dim in tensor.dims]
+        return _names(*dims, *bounds)
 
     @property
     def bare(self) -> frozenset[str]:
         """Axes that are a dimension by themselves."""
         return frozenset(dim.axis for tensor in (*self.inputs, *self.outputs) for dim in tensor.dims) - {""}
+
+
+def _names(*formulas: Formula) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name for item in formulas for name in item.names))
 
 
 def parse_signature(text: str) -> SignatureLine:

@@ -243,7 +243,7 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
             try:
                 case_of(item)
             except KlineageError as error:
-                raise collector.CollectError(f"{item.nodeid}: {error}") from None
+                raise collector.CollectError(_of_test(item, str(error))) from None
     return made
 
 
@@ -255,6 +255,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     if found is not None and isinstance(found.value, UsageError) and not collector.config.getoption("fulltrace"):
         report.longrepr = _placed(collector, found)
     return report
+
+
+def _of_test(item: pytest.Item, message: str) -> str:
+    """An error's message, with the line of the test that it is about unless it names one."""
+    path, line, _ = item.location
+    return message if PLACE.match(message) else f"{path}:{(line or 0) + 1}: {item.name}: {message}"
 
 
 def _placed(collector: pytest.Collector, found: pytest.ExceptionInfo[BaseException]) -> str:

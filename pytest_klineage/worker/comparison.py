@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from pytest_klineage.records import Check, Code, Reason
+from pytest_klineage.records import Check, Code, Reason, TensorSpec
 from pytest_klineage.worker.host.arena import OracleArena, flat_bits, is_poison, poison, same_bits
 from pytest_klineage.worker.problems import Plain, TransformedProblem
 
@@ -50,9 +50,8 @@ def compare(
             Check(input_distribution=problem.input_distribution, output=name, error=shown, bound=allowed, passed=passed)
         )
         if not passed:
-            reasons.append(
-                explain(item.spec.name, view, outputs, is_poison(item.spec, outputs[name], kind), error, bound)
-            )
+            unwritten = count_unwritten(item.spec, outputs[name], problem.expected.outputs[name], kind)
+            reasons.append(explain(name, view, outputs, unwritten, error, bound))
     for name, (where, seen) in early.items():
         live = arena.outputs(slot)[name]
         settled = flat_bits(live)[where]
@@ -62,16 +61,27 @@ def compare(
     return checks, reasons
 
 
-def explain(name: str, view: View, outputs: Tensors, poisoned: torch.Tensor, error: float, bound: float) -> Reason:
+def count_unwritten(spec: TensorSpec, output: torch.Tensor, expected: torch.Tensor, kind: int) -> int:
+    """Elements that still hold the poison; in 8 bits it may be a right value, and as many as should have it are not."""
+    poisoned = int(is_poison(spec, output, kind).sum())
+    right = is_poison(spec, expected.to(output.dtype), kind) if output.element_size() == 1 else torch.zeros(1)
+    return max(0, poisoned - int(right.sum()))
+
+
+def explain(name: str, view: View, outputs: Tensors, unwritten: int, error: float, bound: float) -> Reason:
     """Why an output is wrong, in one reason."""
     input_distribution = view.problem.input_distribution
     evidence: dict[str, float | int | str | bool] = {"input_distribution": input_distribution, "output": name}
     evidence |= {"error": min(error, LARGEST), "bound": min(bound, LARGEST)}
-    if unwritten := int(poisoned.sum()):
+    if unwritten:
         evidence["unwritten_elements"] = unwritten
-        message = f"{unwritten} of {poisoned.numel()} elements of {name} were never written ({input_distribution})"
+        message = f"{unwritten} of {outputs[name].numel()} elements of {name} were never written ({input_distribution})"
         return Reason(code=Code.UNWRITTEN, message=message, evidence=evidence)
-    if outputs[name].is_floating_point() and not bool(outputs[name].isfinite().all()) and error == float("inf"):
+    if (
+        outputs[name].is_floating_point()
+        and not bool(outputs[name].double().isfinite().all())
+        and error == float("inf")
+    ):
         message = (
             f"{name} has NaN or infinities where the oracle has none, or the other way round ({input_distribution})"
         )

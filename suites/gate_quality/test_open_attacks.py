@@ -24,7 +24,7 @@ from pytest_klineage.records import KernelCase, KernelSource, Status, Verdict
 GENERIC = {
     "S1": "unwritten output", "R1": "memo by pointer", "R3": "memo by contents", "R5": "last answer again",
     "T3": "late work", "S4": "input mutation", "S2": "in-place tensor left alone", "N2": "lower precision",
-    "N5": "option ignored", "N6": "inputs assumed", "W5": "framework computes",
+    "N4": "part left out", "N5": "option ignored", "N6": "inputs assumed", "W5": "framework computes",
 }  # fmt: skip
 """What attacks of one entry of the catalogue do."""
 

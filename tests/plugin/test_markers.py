@@ -74,7 +74,7 @@ def test_the_decorator_leaves_mistakes_to_collection(pytester: pytest.Pytester, 
     result = pytester.runpytest()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(
-        ["*::test_kernel: *op=, the operator: one of *" if "op" not in arguments else "*also=*"]
+        ["*:3: test_kernel: *op=, the operator: one of *" if "op" not in arguments else "*also=*"]
     )
     result.stdout.no_fnmatch_line("*Traceback*")
     result.stdout.no_fnmatch_line("*markers.py*")

@@ -291,6 +291,12 @@ def doubles(x):
 test_dice, test_cuts, test_gpu = judged(rolls_dice), judged(cuts), judged(needs_a_gpu)
 test_changes, test_lacks = judged(changes), judged(lacks)
 test_loose = judged(doubles, tolerance=allclose(atol=100))
+
+def ends(x):
+    import os
+    os._exit(3)
+
+test_ends = judged(ends)
 """
 BAD_LINES = {
     "test_dice": "test_bad.py:13: operator rolls_dice: the definition is not deterministic: two calls give different y",
@@ -298,6 +304,7 @@ BAD_LINES = {
     "test_gpu": "test_bad.py:20: operator needs_a_gpu: the definition failed: *this is a CPU*",
     "test_changes": "test_bad.py:22: operator changes: the definition changes its input x; *",
     "test_lacks": "test_bad.py:26: operator lacks: the definition failed: ModuleNotFoundError: *no_such_package*",
+    "test_ends": "test_bad.py:35: operator ends: the definition does not come back: the oracle process ended*",
     "test_loose": "test_bad.py:28: operator doubles: the tolerance accepts answers that compute nothing: zeros, *",
 }
 
@@ -327,11 +334,14 @@ COLLECTED = {
         '@operator("x[M] -> y[M]")\ndef f(x, *, k=None): ...',
         "test_it.py:2: operator f: the option k has the default None; *",
     ),
-    "no file": ('@kernel_case((4,), "fp32", op="none.py:f")\ndef test(kernel_gate): ...', "*there is no file *none.py"),
+    "no file": (
+        '@kernel_case((4,), "fp32", op="none.py:f")\ndef test(kernel_gate): ...',
+        "test_it.py:2: *no file *none.py",
+    ),
     "a reference": (
         '@operator("x[M] -> y[M]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f, ref="cublas")\n'
         "def test(kernel_gate): ...",
-        "*unknown reference for f 'cublas'*torch.compile*",
+        "test_it.py:4: test: unknown reference for f 'cublas'*torch.compile*",
     ),
     "a file of a reference": (
         '@operator("x[M] -> y[M]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f, ref="none.py:f")\n'
@@ -342,6 +352,18 @@ COLLECTED = {
         '@operator("x[M] -> y[M]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f, variants=("a:b",))\n'
         "def test(kernel_gate): ...",
         "*variants= and prepare= belong to a ref that is a function*",
+    ),
+    "an axis of a case": (
+        '@operator("x[M] -> y[M]")\ndef f(x): ...\n\n@kernel_case({"N": 4}, "fp32", op=f)\ndef test(kernel_gate): ...',
+        "test_it.py:5: test: unknown axis of f 'N'. Valid: M.",
+    ),
+    "an axis of an output": (
+        '@operator("x[M] -> y[N]")\ndef f(x): ...\n@kernel_case((4,), "fp32", op=f)\ndef test(kernel_gate): ...',
+        "test_it.py:4: test: f has 2 axes (M, N (of y alone)), got 1 sizes: *",
+    ),
+    "no operator": (
+        'def f(x): ...\n@kernel_case((4,), "fp32", op=f)\ndef test(kernel_gate): ...',
+        "test_it.py:3: test: f is a plain function: write @operator(*) before it*",
     ),
     "two ways to say a shape": (
         '@kernel_case((4, 4, 4), "fp32", op="gemm", shapes=[(4, 4, 4)])\ndef test(kernel_gate): ...',

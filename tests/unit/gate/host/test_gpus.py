@@ -19,6 +19,7 @@ from pytest_klineage.gate.host.hosts import CompileOnlyHost, DeviceHost, host_fo
 from pytest_klineage.gate.host.monitor import read_state
 from pytest_klineage.gate.host.platforms import resolve_platform
 from pytest_klineage.records import Peaks, from_json, to_json
+from pytest_klineage.records.architectures import GPU_PLATFORMS
 from pytest_klineage.records.device import Gpu, GpuState
 
 FAKE = Path(__file__).with_name("fake_pynvml.py")
@@ -242,6 +243,16 @@ def test_the_driver_must_run_cuda_12_8(driver: str, cuda: int, fits: bool, nvml:
     else:
         with pytest.raises(NoGpu, match=r"driver 565\.57\.01 .* does not run CUDA 12\.8; install driver 570 or newer"):
             choose_gpu("sm90")
+
+
+@pytest.mark.parametrize("name", GPU_PLATFORMS)
+def test_auto_takes_the_platform_of_every_product(name: str, nvml: Any) -> None:
+    item = GPU_PLATFORMS[name]
+    assert item.products
+    for product in item.products:
+        nvml.GPUS[:] = [nvml.gpu(0, name=product.name, capability=tuple(map(int, item.capability.split("."))))]
+        assert resolve_platform("auto") == name
+        assert choose_gpu(name).l2_bytes == product.l2_mib << 20
 
 
 @pytest.mark.parametrize(
