@@ -123,14 +123,15 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
 
     @T.macro
     def load(K, Q, V, inverse, inner, decay, k, q, v, t, p, e, full, head, part, chunk):
-        """All tiles of a chunk into their stage."""
-        stage, first, key = chunk % STAGES, chunk * CHUNK, head * key_heads // heads
+        """All tiles of a chunk into their stage; behind the last chunk the last again."""
+        stage, last = chunk % STAGES, T.min(chunk, chunks - 1)
+        first, key = last * CHUNK, head * key_heads // heads
         T.copy(K[first : first + CHUNK, key, :], k[stage, :, :])
         T.copy(Q[first : first + CHUNK, key, :], q[stage, :, :])
         T.copy(V[first : first + CHUNK, head, part * VALUES : (part + 1) * VALUES], v[stage * CHUNK : (stage + 1) * CHUNK, :])
-        T.copy(inverse[head, chunk, :, :], t[stage, :, :])
-        T.copy(inner[head, chunk, :, :], p[stage, :, :])
-        T.copy(decay[head, chunk, :], e[stage, :])
+        T.copy(inverse[head, last, :, :], t[stage, :, :])
+        T.copy(inner[head, last, :, :], p[stage, :, :])
+        T.copy(decay[head, last, :], e[stage, :])
         T.mbarrier_arrive(full[stage])
 
     def follow(Q, K, V, inverse, inner, decay, State0, Out, State):
@@ -156,7 +157,7 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
             o_empty = T.alloc_barrier(128)
             with T.ws(1):
                 T.dec_max_nreg(24)
-                for chunk in T.serial(chunks):
+                for chunk in T.serial(chunks + 1):
                     T.mbarrier_wait_parity(empty[chunk % STAGES], (chunk // STAGES + 1) % 2)
                     load(K, Q, V, inverse, inner, decay, k, q, v, t, p, e, full, head, part, chunk)
             with T.ws(2):
@@ -169,13 +170,12 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
                 T.inc_max_nreg(240)
                 for i, j in T.Parallel(VALUES, width):
                     state[i, j] = State0[head, j, part * VALUES + i] if start else T.float32(0)
+                T.copy(state, rounded)
+                T.mbarrier_wait_parity(full[0], 0)
+                T.gemm(rounded, k[0, :, :], x, transpose_B=True, clear_accum=True)
                 for chunk in T.serial(chunks):
-                    stage = chunk % STAGES
-                    T.mbarrier_wait_parity(full[stage], chunk // STAGES % 2)
-                    T.copy(state, rounded)
-                    T.gemm(rounded, k[stage, :, :], x, transpose_B=True, clear_accum=True, wg_wait=-1)
+                    stage, ahead = chunk % STAGES, (chunk + 1) % STAGES
                     T.gemm(rounded, q[stage, :, :], out, transpose_B=True, clear_accum=True, wg_wait=-1)
-                    T.wait_wgmma(1)
                     for i, j in T.Parallel(VALUES, CHUNK):
                         x[i, j] = T.cast(v[stage * CHUNK + j, i], "float32") - e[stage, j] * x[i, j]
                     T.copy(x, rest)
@@ -190,13 +190,19 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
                         state[i, j] = state[i, j] * end[0]
                     T.gemm(rest, k[stage, :, :], state, wg_wait=-1)
                     T.gemm(fresh, p[stage, :, :], out, transpose_B=True, wg_wait=-1)
-                    T.mbarrier_wait_parity(o_empty, (chunk + 1) % 2)
-                    T.wait_wgmma(0)
+                    T.wait_wgmma(1)
+                    T.copy(state, rounded)
+                    # The next chunk begins before this one's outputs leave. Behind the last there is one more to begin.
+                    T.mbarrier_wait_parity(full[ahead], (chunk + 1) // STAGES % 2)
+                    T.gemm(rounded, k[ahead, :, :], x, transpose_B=True, clear_accum=True, wg_wait=-1)
+                    T.wait_wgmma(1)
                     T.mbarrier_arrive(empty[stage])
+                    T.mbarrier_wait_parity(o_empty, (chunk + 1) % 2)
                     for i, j in T.Parallel(VALUES, CHUNK):
                         o[j, i] = T.cast(out[i, j], "bfloat16")
                     T.fence_proxy_async()
                     T.mbarrier_arrive(o_full)
+                    T.wait_wgmma(0)
                 for i, j in T.Parallel(VALUES, width):
                     State[head, j, part * VALUES + i] = state[i, j]
 
@@ -212,6 +218,42 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
         decay=T.Tensor((heads, chunks, 2 * CHUNK), "float32"), State0=matrix(),
         Out=T.Tensor((tokens, heads, width), "bfloat16"), State=matrix(),
     )  # fmt: skip
+
+
+@functools.cache
+def compiled(make, *arguments):
+    """A kernel of one shape, built when it is first asked for."""
+    return tilelang.compile(make(*arguments), pass_configs=PREPARE if make is prepare else WALK)
+
+
+def check(q, k, v, g, beta, o, state):
+    """Raise ValueError outside of the domain."""
+    (_tokens, key_heads, width), heads = q.shape, v.shape[1]
+    if not all(tensor.dtype == torch.bfloat16 for tensor in (q, k, v, o)):
+        raise ValueError(f"q, k, v and o in bf16 only; got {q.dtype}, {k.dtype}, {v.dtype}, {o.dtype}")
+    if not all(tensor.dtype == torch.float32 for tensor in (g, beta, state)):
+        raise ValueError(f"g, beta and the state in fp32 only; got {g.dtype}, {beta.dtype}, {state.dtype}")
+    if width not in (64, 128) or v.shape[2] != width or heads % key_heads:
+        raise ValueError(f"heads of 64 or 128, HV a multiple of HQK; got {tuple(q.shape)}, {tuple(v.shape)}")
+    if not all(tensor.is_contiguous() for tensor in (q, k, v, g, beta, o, state)):
+        raise ValueError("contiguous tensors only")
+
+
+def run(q, k, v, g, beta, state0=None, *, out, scale=None):
+    """Fill out = (o, state). Raises ValueError outside of the domain."""
+    o, state = out
+    check(q, k, v, g, beta, o, state)
+    start = state0 is not None
+    if start and (state0.dtype != torch.float32 or not state0.is_contiguous()):
+        raise ValueError("state0 in fp32, contiguous")
+    (tokens, key_heads, width), heads = q.shape, v.shape[1]
+    shape = (key_heads, heads, width, tokens)
+    chunks = -(-tokens // CHUNK)
+    tiles = torch.empty((2, heads, chunks, CHUNK, CHUNK), dtype=torch.bfloat16, device=q.device)
+    decay = torch.empty((heads, chunks, 2 * CHUNK), dtype=torch.float32, device=q.device)
+    compiled(prepare, *shape, scale)(q, k, g, beta, tiles[0], tiles[1], decay)
+    follow = compiled(walk, *shape, start, scale)
+    follow(q, k, v, tiles[0], tiles[1], decay, state0 if start else state, o, state)
 
 
 COMPILE = {
