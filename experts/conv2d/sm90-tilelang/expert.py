@@ -1,7 +1,7 @@
 """Conv2d for sm_90 in TileLang: an implicit product of TMA's im2col loads with the filters, wgmma, a producer group.
 
-Work is in NHWC. channels_last tensors are used as they lie; contiguous ones are first reordered into scratch memory, and
-their result comes from products turned over, filters by pixels, so that neighbours in a plane are neighbours in a row.
+Work is in NHWC. channels_last tensors are used as they lie. Contiguous ones are first reordered in scratch memory, and
+their result comes from the transposed product, filters by pixels: a plane's neighbours are neighbours in a row.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def by_filters(n, h, w, c, f, size, stride, dtype="float16"):
 
 
 def reorder(n, plane, c, f, taps, dtype="float16"):
-    """x[N,C,H W] to [N,H W,C] and w[F,C,K K] to [F,K K,C]: a block for 64 pixels by 64 channels, one for each filter."""
+    """x[N,C,H W] to [N,H W,C] and w[F,C,K K] to [F,K K,C]: blocks of 64 pixels and channels, one for each filter."""
     across, deep, threads = -(-plane // 64), c // CHANNELS, 256
     vector = 8 if plane % 8 == 0 else 1
     blocks = n * across * deep

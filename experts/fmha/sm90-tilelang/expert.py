@@ -26,7 +26,7 @@ PASSES = {
 
 
 def attention(batch, heads, tokens, width, key_heads, causal=False, by_token=False, scale=None, dtype="float16"):
-    """o = softmax(scale q k^T) v of [batch, heads, tokens, width], or with `by_token` of [batch, tokens, heads, width]."""
+    """o = softmax(scale q k^T) v of [batch, heads, tokens, width], or of [batch, tokens, heads, width]."""
     tiles = -(-tokens // BM)
     work = batch * heads * tiles
     blocks = min(work, MULTIPROCESSORS)
@@ -138,9 +138,7 @@ def attention(batch, heads, tokens, width, key_heads, causal=False, by_token=Fal
                             policy=T.GemmWarpPolicy.FullRow,
                         )  # fmt: skip
                         T.mbarrier_wait_parity(v_full[count[0] % STAGES], count[0] // STAGES % 2)
-                        T.gemm(
-                            weights, v[count[0] % STAGES, :, :], sums, wg_wait=-1, policy=T.GemmWarpPolicy.FullRow
-                        )
+                        T.gemm(weights, v[count[0] % STAGES, :, :], sums, wg_wait=-1, policy=T.GemmWarpPolicy.FullRow)
                         T.wait_wgmma(1)
                         arrive(tx, k_empty, (count[0] + 1) % STAGES)
                         soften(scores, top, before, factor, row, total, first, step)
@@ -185,7 +183,9 @@ def run(q, k, v, out, scale=None, causal=0, window=0):
     if q.dtype not in NAMES or not q.dtype == k.dtype == v.dtype == out.dtype:
         raise ValueError(f"fp16 or bf16 only, all four the same; got {q.dtype}, {k.dtype}, {v.dtype}, {out.dtype}")
     if width not in (64, 128) or window or k.shape != v.shape or k.shape[2] != tokens or heads % key_heads:
-        raise ValueError(f"heads of 64 or 128, as many keys as queries, no window; got {tuple(q.shape)}, {tuple(k.shape)}")
+        raise ValueError(
+            f"heads of 64 or 128, as many keys as queries, no window; got {tuple(q.shape)}, {tuple(k.shape)}"
+        )
     by_token = not q.is_contiguous()
     if by_token:
         q, k, v, out = (tensor.transpose(1, 2) for tensor in (q, k, v, out))

@@ -1,8 +1,8 @@
 """Gated delta rule for sm_90 in TileLang: chunks of 64 tokens, prepared in parallel, then walked by a chain per head.
 
 The first kernel has for every chunk and value head what depends on keys, queries and gates alone: the inverse of
-I + tril(beta K K^T o G, -1), times beta, and scale tril(Q K^T o G). The second keeps the state's transpose in registers,
-64 values by all keys, where each product's sums become the next one's left operand.
+I + tril(beta K K^T o G, -1), times beta, and scale tril(Q K^T o G). The second has the state's transpose in registers,
+64 values by all keys; each product's sums become the next one's left operand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def program(body, **tensors):
 
 
 def prepare(key_heads, heads, width, tokens, scale=None):
-    """inverse and inner [HV, chunks, 64, 64], and decay [HV, chunks, 128]: e^gamma of each token, e^(gamma_end - gamma).
+    """inverse and inner [HV, chunks, 64, 64]; decay [HV, chunks, 128]: e^gamma of each token, e^(gamma_end - gamma).
 
     The inverse: 16x16 blocks on the diagonal by substitution in fp32, D. Then I + D A of the blocks below is nilpotent
     after four steps: its inverse is (I - M)(I + M M), in fp16 products with fp32 sums.
@@ -128,7 +128,10 @@ def walk(key_heads, heads, width, tokens, start, scale=None):
         first, key = last * CHUNK, head * key_heads // heads
         T.copy(K[first : first + CHUNK, key, :], k[stage, :, :])
         T.copy(Q[first : first + CHUNK, key, :], q[stage, :, :])
-        T.copy(V[first : first + CHUNK, head, part * VALUES : (part + 1) * VALUES], v[stage * CHUNK : (stage + 1) * CHUNK, :])
+        T.copy(
+            V[first : first + CHUNK, head, part * VALUES : (part + 1) * VALUES],
+            v[stage * CHUNK : (stage + 1) * CHUNK, :],
+        )
         T.copy(inverse[head, last, :, :], t[stage, :, :])
         T.copy(inner[head, last, :, :], p[stage, :, :])
         T.copy(decay[head, last, :], e[stage, :])

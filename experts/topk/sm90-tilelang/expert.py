@@ -1,4 +1,4 @@
-"""Top-k for sm_90 in TileLang: a block per row, the row's keys in registers, the threshold by radix digits from the top.
+"""Top-k for sm_90 in TileLang: a block per row, its keys in registers, the threshold by radix digits from the top.
 
 A pass counts one digit of the keys that agree with the threshold so far, and finds the bin where the k-th largest
 lies. The search ends early when that bin is needed whole. One block scan then places winners and ties: same inputs,
@@ -139,11 +139,10 @@ def topk(rows, columns, k, word=32):
             if state[1] != state[2]:
                 narrow(tx, keys, counts, totals, found, state, 1)
                 unread[0] = T.int32(digits[1][0])
-                # Inside, not behind: TileLang 0.1.8 merges an if with the one before it where their conditions look alike.
-                if len(digits) > 2:
-                    if state[1] != state[2]:
-                        narrow(tx, keys, counts, totals, found, state, 2)
-                        unread[0] = T.int32(0)
+                # Inside, not behind: TileLang 0.1.8 merges ifs whose conditions read alike, whatever changed between.
+                if len(digits) > 2 and state[1] != state[2]:
+                    narrow(tx, keys, counts, totals, found, state, 2)
+                    unread[0] = T.int32(0)
             ranked[0] = T.int32(0)
             for v in T.unroll(loads):
                 for j in T.unroll(vector):
