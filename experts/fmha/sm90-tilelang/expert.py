@@ -191,7 +191,9 @@ def run(q, k, v, out, scale=None, causal=0, window=0):
         q, k, v, out = (tensor.transpose(1, 2) for tensor in (q, k, v, out))
     if not all(tensor.is_contiguous() for tensor in (q, k, v, out)):
         raise ValueError("all four contiguous as [B,H,S,D], or all as [B,S,H,D]")
-    compiled(batch, heads, tokens, width, key_heads, bool(causal), by_token, scale, NAMES[q.dtype])(q, k, v, out)
+    attend = compiled(batch, heads, tokens, width, key_heads, bool(causal), by_token, scale, NAMES[q.dtype])
+    # TileLang compares all strides, also those of one element, which a view has as it expects them.
+    attend(*(tensor.view(tensor.shape) for tensor in (q, k, v, out)))
 
 
 COMPILE = {

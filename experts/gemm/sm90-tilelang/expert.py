@@ -97,7 +97,11 @@ def gemm(M, N, K, dtype="bfloat16"):
                     T.mbarrier_arrive(done)
 
     # Types in the signature of a body that does not name their sizes are not found by TileLang.
-    gemm_ring.__annotations__ = {"A": T.Tensor((M, K), dtype), "B": T.Tensor((K, N), dtype), "C": T.Tensor((M, N), dtype)}
+    gemm_ring.__annotations__ = {
+        "A": T.Tensor((M, K), dtype),
+        "B": T.Tensor((K, N), dtype),
+        "C": T.Tensor((M, N), dtype),
+    }
     return T.prim_func(gemm_ring)
 
 
@@ -137,4 +141,6 @@ def run(a, b, out):
     compiled(a.shape[0], b.shape[1], a.shape[1], NAMES[a.dtype])(a, b, out)
 
 
-COMPILE = {"sm90": [{"kernel": gemm, "arguments": {"M": 4096, "N": 4096, "K": 4096}, "options": {"pass_configs": PASSES}}]}
+COMPILE = {
+    "sm90": [{"kernel": gemm, "arguments": {"M": 4096, "N": 4096, "K": 4096}, "options": {"pass_configs": PASSES}}]
+}

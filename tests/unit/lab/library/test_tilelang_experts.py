@@ -27,12 +27,15 @@ def expert(operator: str) -> ModuleType:
 
 
 def compiles_nothing(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
-    """Replace the module's compiler; returns the list of what it is asked for."""
+    """Replace the module's compiler; returns the list of what it is asked for. TileLang compares all strides."""
     asked: list[tuple[object, ...]] = []
+
+    def launched(*tensors: torch.Tensor) -> None:
+        assert [tensor.stride() for tensor in tensors] == [torch.empty(tensor.shape).stride() for tensor in tensors]
 
     def compiled(*arguments: object) -> object:
         asked.append(arguments)
-        return lambda *tensors: None
+        return launched
 
     monkeypatch.setattr(module, "compiled", compiled)
     return asked
@@ -88,6 +91,23 @@ def test_fmha(width: int, dtype: torch.dtype, window: int, message: str, monkeyp
     q, k, v = (torch.empty(1, heads, 9, width, dtype=dtype) for heads in (4, 2, 2))
     call(module, message, q, k, v, out=torch.empty_like(q), causal=1, window=window)
     assert bool(asked) is not bool(message)
+
+
+def test_one_head_has_two_layouts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = expert("fmha")
+    asked = compiles_nothing(module, monkeypatch)
+    module.run(
+        *(torch.empty(2, 9, 1, 64, dtype=HALF).transpose(1, 2) for _ in "qkv"), out=torch.empty(2, 1, 9, 64).half()
+    )
+    assert len(asked) == 1
+
+
+def test_one_pixel_has_two_layouts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = expert("conv2d")
+    asked = compiles_nothing(module, monkeypatch)
+    x, w, y = (torch.empty(count, 64, 1, 1, dtype=HALF) for count in (2, 64, 2))
+    module.run(x, w, stride=1, pad=0, out=y)
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(
