@@ -8,6 +8,8 @@ I + tril(beta K K^T o G, -1), times beta, and scale tril(Q K^T o G). The second 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import tilelang
 import tilelang.language as T
@@ -20,23 +22,100 @@ PREPARE = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True, tilelang.Pa
 WALK = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of one call, and the types of its tensors."""
+
+    key_heads: int
+    heads: int
+    width: int
+    tokens: int
+
+    @property
+    def chunks(self):
+        """Chunks of a head, the last with tokens that do not exist: zeros, with betas and gates of 0."""
+        return -(-self.tokens // CHUNK)
+
+    def keys(self):
+        return T.Tensor((self.tokens, self.key_heads, self.width), "bfloat16")
+
+    def values(self):
+        return T.Tensor((self.tokens, self.heads, self.width), "bfloat16")
+
+    def gates(self):
+        return T.Tensor((self.tokens, self.heads), "float32")
+
+    def tile(self):
+        """Of scratch memory: a square of tokens for each chunk."""
+        return T.Tensor((self.heads, self.chunks, CHUNK, CHUNK), "bfloat16")
+
+    def decay(self):
+        """Of scratch memory: e^gamma of each token, and e^(gamma_end - gamma)."""
+        return T.Tensor((self.heads, self.chunks, 2 * CHUNK), "float32")
+
+    def state(self):
+        return T.Tensor((self.heads, self.width, self.width), "float32")
+
+
 def program(body, **tensors):
     """A TileLang program. Types in the signature of a body that does not name their sizes are not found by TileLang."""
     body.__annotations__ = tensors
     return T.prim_func(body)
 
 
-def prepare(key_heads, heads, width, tokens, scale=None):
-    """inverse and inner [HV, chunks, 64, 64]; decay [HV, chunks, 128]: e^gamma of each token, e^(gamma_end - gamma).
+@T.macro
+def gated(product, gamma, weight):
+    """Multiply product[i, j] by weight(i) e^(gamma_i - gamma_j), where gates of later tokens are not looked at."""
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        product[i, j] = T.if_then_else(i >= j, weight(i) * T.exp(T.min(gamma[i] - gamma[j], 0.0)) * product[i, j], 0.0)
 
-    The inverse: 16x16 blocks on the diagonal by substitution in fp32, D. Then I + D A of the blocks below is nilpotent
-    after four steps: its inverse is (I - M)(I + M M), in fp16 products with fp32 sums.
+
+@T.macro
+def split(tx, product, near, below, blocks):
+    """The matrix's 16x16 blocks on the diagonal to `near`, what is below them to `below`; inverses of I + near."""
+    column = T.alloc_local((PART,), "float32")
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        below[i, j] = T.if_then_else(i // PART > j // PART, product[i, j], 0.0)
+        blocks[i, j] = 0.0
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        if i // PART == j // PART:
+            near[i, j % PART] = product[i, j]
+    if tx < CHUNK:
+        for i in T.unroll(PART):
+            column[i] = T.if_then_else(i == tx % PART, 1.0, 0.0)
+            for j in T.unroll(i):
+                column[i] = column[i] - near[tx // PART * PART + i, j] * column[j]
+        for i in T.unroll(PART):
+            blocks[tx // PART * PART + i, tx] = column[i]
+
+
+@T.macro
+def invert(product, below, blocks, less, more):
+    """product = (I + blocks below)^-1 blocks: with M = blocks below, which is nilpotent, (I - M)(I + M M) blocks."""
+    T.gemm(blocks, below, product, clear_accum=True)
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        more[i, j] = product[i, j]
+    T.gemm(more, more, product, clear_accum=True)
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        less[i, j] = product[i, j] + T.if_then_else(i == j, 1.0, 0.0)
+    T.gemm(less, blocks, product, clear_accum=True)
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        below[i, j] = product[i, j]
+    for i, j in T.Parallel(CHUNK, CHUNK):
+        less[i, j] = T.if_then_else(i == j, 1.0, 0.0) - T.cast(more[i, j], "float32")
+    T.gemm(less, below, product, clear_accum=True)
+
+
+def prepare(key_heads, heads, width, tokens, scale=None):
+    """The program that fills inverse and inner [HV, chunks, 64, 64] and decay [HV, chunks, 128].
+
+    The inverse: 16x16 blocks on the diagonal by substitution in fp32, all else by fp16 products with fp32 sums.
     """
-    chunks = -(-tokens // CHUNK)
+    p = Problem(key_heads, heads, width, tokens)
     factor = width**-0.5 if scale is None else scale
 
     def fill(Q, K, G, Beta, inverse, inner, decay):
-        with T.Kernel(chunks, heads, threads=128) as (chunk, head):
+        with T.Kernel(p.chunks, heads, threads=128) as (chunk, head):
             k = T.alloc_shared((CHUNK, width), "bfloat16")
             q = T.alloc_shared((CHUNK, width), "bfloat16")
             gamma = T.alloc_shared((CHUNK,), "float32")
@@ -48,7 +127,6 @@ def prepare(key_heads, heads, width, tokens, scale=None):
             more = T.alloc_shared((CHUNK, CHUNK), "float16")
             product = T.alloc_fragment((CHUNK, CHUNK), "float32")
             answer = T.alloc_fragment((CHUNK, CHUNK), "bfloat16")
-            column = T.alloc_local((PART,), "float32")
             tx = T.get_thread_binding()
             first, key = chunk * CHUNK, head * key_heads // heads
             T.copy(K[first : first + CHUNK, key, :], k, disable_tma=True)
@@ -61,165 +139,141 @@ def prepare(key_heads, heads, width, tokens, scale=None):
                 decay[head, chunk, tx] = T.exp(gamma[tx])
                 decay[head, chunk, CHUNK + tx] = T.exp(gamma[CHUNK - 1] - gamma[tx])
             T.gemm(q, k, product, transpose_B=True, clear_accum=True)
-            # Not written to `answer` at once: TileLang 0.1.8 takes gamma[i] for gamma[j] in a loop that also casts.
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                product[i, j] = T.if_then_else(
-                    i >= j, factor * T.exp(T.min(gamma[i] - gamma[j], 0.0)) * product[i, j], 0.0
-                )
+            gated(product, gamma, lambda i: factor)
+            # Cast by a loop of its own: in one that also casts, TileLang 0.1.8 takes gamma[i] for gamma[j].
             T.copy(product, answer)
             T.copy(answer, inner[head, chunk, :, :])
             T.gemm(k, k, product, transpose_B=True, clear_accum=True)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                product[i, j] = T.if_then_else(
-                    i > j, beta[i] * T.exp(T.min(gamma[i] - gamma[j], 0.0)) * product[i, j], 0.0
-                )
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                below[i, j] = T.if_then_else(i // PART > j // PART, product[i, j], 0.0)
-                blocks[i, j] = 0.0
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                if i // PART == j // PART:
-                    near[i, j % PART] = product[i, j]
-            if tx < CHUNK:
-                for i in T.unroll(PART):
-                    column[i] = T.if_then_else(i == tx % PART, 1.0, 0.0)
-                    for j in T.unroll(i):
-                        column[i] = column[i] - near[tx // PART * PART + i, j] * column[j]
-                for i in T.unroll(PART):
-                    blocks[tx // PART * PART + i, tx] = column[i]
-            T.gemm(blocks, below, product, clear_accum=True)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                more[i, j] = product[i, j]
-            T.gemm(more, more, product, clear_accum=True)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                less[i, j] = product[i, j] + T.if_then_else(i == j, 1.0, 0.0)
-            T.gemm(less, blocks, product, clear_accum=True)
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                below[i, j] = product[i, j]
-            for i, j in T.Parallel(CHUNK, CHUNK):
-                less[i, j] = T.if_then_else(i == j, 1.0, 0.0) - T.cast(more[i, j], "float32")
-            T.gemm(less, below, product, clear_accum=True)
+            gated(product, gamma, lambda i: beta[i])
+            split(tx, product, near, below, blocks)
+            invert(product, below, blocks, less, more)
             for i, j in T.Parallel(CHUNK, CHUNK):
                 answer[i, j] = product[i, j] * beta[j]
             T.copy(answer, inverse[head, chunk, :, :])
 
-    def tile():
-        return T.Tensor((heads, chunks, CHUNK, CHUNK), "bfloat16")
-
     return program(
-        fill, Q=T.Tensor((tokens, key_heads, width), "bfloat16"), K=T.Tensor((tokens, key_heads, width), "bfloat16"),
-        G=T.Tensor((tokens, heads), "float32"), Beta=T.Tensor((tokens, heads), "float32"), inverse=tile(), inner=tile(),
-        decay=T.Tensor((heads, chunks, 2 * CHUNK), "float32"),
-    )  # fmt: skip
+        fill, Q=p.keys(), K=p.keys(), G=p.gates(), Beta=p.gates(), inverse=p.tile(), inner=p.tile(), decay=p.decay()
+    )
+
+
+@T.macro
+def shared(p):
+    """A chunk's tiles in each stage, a tile of outputs, and their barriers."""
+    k = T.alloc_shared((STAGES, CHUNK, p.width), "bfloat16")
+    q = T.alloc_shared((STAGES, CHUNK, p.width), "bfloat16")
+    v = T.alloc_shared((STAGES * CHUNK, VALUES), "bfloat16")
+    t = T.alloc_shared((STAGES, CHUNK, CHUNK), "bfloat16")
+    s = T.alloc_shared((STAGES, CHUNK, CHUNK), "bfloat16")
+    e = T.alloc_shared((STAGES, 2 * CHUNK), "float32")
+    o = T.alloc_shared((CHUNK, VALUES), "bfloat16")
+    full, empty = T.alloc_barrier([128] * STAGES), T.alloc_barrier([128] * STAGES)
+    o_full, o_empty = T.alloc_barrier(128), T.alloc_barrier(128)
+    # Read by columns: swizzled rows lie in different banks.
+    T.annotate_layout({v: tilelang.layout.make_swizzled_layout(v)})
+    return SimpleNamespace(k=k, q=q, v=v, t=t, s=s, e=e, o=o, full=full, empty=empty, o_full=o_full, o_empty=o_empty)
+
+
+@T.macro
+def produce(p, m, head, part, K, Q, V, inverse, inner, decay):
+    """All tiles of each chunk into their stage; behind the last chunk the last again."""
+    for chunk in T.serial(p.chunks + 1):
+        stage, last = chunk % STAGES, T.min(chunk, p.chunks - 1)
+        first, key = last * CHUNK, head * p.key_heads // p.heads
+        T.mbarrier_wait_parity(m.empty[stage], (chunk // STAGES + 1) % 2)
+        T.copy(K[first : first + CHUNK, key, :], m.k[stage, :, :])
+        T.copy(Q[first : first + CHUNK, key, :], m.q[stage, :, :])
+        T.copy(
+            V[first : first + CHUNK, head, part * VALUES : (part + 1) * VALUES],
+            m.v[stage * CHUNK : (stage + 1) * CHUNK, :],
+        )
+        T.copy(inverse[head, last, :, :], m.t[stage, :, :])
+        T.copy(inner[head, last, :, :], m.s[stage, :, :])
+        T.copy(decay[head, last, :], m.e[stage, :])
+        T.mbarrier_arrive(m.full[stage])
+
+
+@T.macro
+def deliver(p, m, head, part, Out):
+    """Store the outputs of each chunk."""
+    for chunk in T.serial(p.chunks):
+        T.mbarrier_wait_parity(m.o_full, chunk % 2)
+        T.copy(m.o, Out[chunk * CHUNK : (chunk + 1) * CHUNK, head, part * VALUES : (part + 1) * VALUES])
+        T.mbarrier_arrive(m.o_empty)
+
+
+@T.macro
+def advance(p, m, state, factor):
+    """Walk over all chunks. x, rest, fresh and out are transposes: [values, tokens]."""
+    rounded = T.alloc_fragment((VALUES, p.width), "bfloat16")
+    x = T.alloc_fragment((VALUES, CHUNK), "float32")
+    out = T.alloc_fragment((VALUES, CHUNK), "float32")
+    rest = T.alloc_fragment((VALUES, CHUNK), "bfloat16")
+    fresh = T.alloc_fragment((VALUES, CHUNK), "bfloat16")
+    end = T.alloc_local((1,), "float32")
+    T.copy(state, rounded)
+    T.mbarrier_wait_parity(m.full[0], 0)
+    T.gemm(rounded, m.k[0, :, :], x, transpose_B=True, clear_accum=True)
+    for chunk in T.serial(p.chunks):
+        stage, ahead = chunk % STAGES, (chunk + 1) % STAGES
+        T.gemm(rounded, m.q[stage, :, :], out, transpose_B=True, clear_accum=True, wg_wait=-1)
+        for i, j in T.Parallel(VALUES, CHUNK):
+            x[i, j] = T.cast(m.v[stage * CHUNK + j, i], "float32") - m.e[stage, j] * x[i, j]
+        T.copy(x, rest)
+        T.gemm(rest, m.t[stage, :, :], x, transpose_B=True, clear_accum=True)
+        T.copy(x, fresh)
+        for i, j in T.Parallel(VALUES, CHUNK):
+            x[i, j] = x[i, j] * m.e[stage, CHUNK + j]
+            out[i, j] = out[i, j] * (m.e[stage, j] * factor)
+        T.copy(x, rest)
+        end[0] = m.e[stage, CHUNK - 1]
+        for i, j in T.Parallel(VALUES, p.width):
+            state[i, j] = state[i, j] * end[0]
+        T.gemm(rest, m.k[stage, :, :], state, wg_wait=-1)
+        T.gemm(fresh, m.s[stage, :, :], out, transpose_B=True, wg_wait=-1)
+        T.wait_wgmma(1)
+        T.copy(state, rounded)
+        # The next chunk begins before this one's outputs leave. Behind the last there is one more to begin.
+        T.mbarrier_wait_parity(m.full[ahead], (chunk + 1) // STAGES % 2)
+        T.gemm(rounded, m.k[ahead, :, :], x, transpose_B=True, clear_accum=True, wg_wait=-1)
+        T.wait_wgmma(1)
+        T.mbarrier_arrive(m.empty[stage])
+        T.mbarrier_wait_parity(m.o_empty, (chunk + 1) % 2)
+        for i, j in T.Parallel(VALUES, CHUNK):
+            m.o[j, i] = T.cast(out[i, j], "bfloat16")
+        T.fence_proxy_async()
+        T.mbarrier_arrive(m.o_full)
+        T.wait_wgmma(0)
 
 
 def walk(key_heads, heads, width, tokens, start, scale=None):
-    """o and the final state of every head, chunk by chunk, from `prepare`'s tiles. `start`: whether state0 is given.
+    """The program that has o and the final state from `prepare`'s tiles. `start`: whether state0 is given.
 
-    Groups: one multiplies and has the state, one loads three chunks ahead, one stores outputs. X, R and N are the
-    transposes, [values, tokens], of the state's answer to the keys, what is left of the values, and the new values.
+    Groups: one multiplies and has the state, one loads three chunks ahead, one stores outputs.
     """
-    chunks = -(-tokens // CHUNK)
+    p = Problem(key_heads, heads, width, tokens)
     factor = width**-0.5 if scale is None else scale
-
-    @T.macro
-    def load(K, Q, V, inverse, inner, decay, k, q, v, t, p, e, full, head, part, chunk):
-        """All tiles of a chunk into their stage; behind the last chunk the last again."""
-        stage, last = chunk % STAGES, T.min(chunk, chunks - 1)
-        first, key = last * CHUNK, head * key_heads // heads
-        T.copy(K[first : first + CHUNK, key, :], k[stage, :, :])
-        T.copy(Q[first : first + CHUNK, key, :], q[stage, :, :])
-        T.copy(
-            V[first : first + CHUNK, head, part * VALUES : (part + 1) * VALUES],
-            v[stage * CHUNK : (stage + 1) * CHUNK, :],
-        )
-        T.copy(inverse[head, last, :, :], t[stage, :, :])
-        T.copy(inner[head, last, :, :], p[stage, :, :])
-        T.copy(decay[head, last, :], e[stage, :])
-        T.mbarrier_arrive(full[stage])
 
     def follow(Q, K, V, inverse, inner, decay, State0, Out, State):
         with T.Kernel(width // VALUES, heads, threads=384) as (part, head):
-            k = T.alloc_shared((STAGES, CHUNK, width), "bfloat16")
-            q = T.alloc_shared((STAGES, CHUNK, width), "bfloat16")
-            v = T.alloc_shared((STAGES * CHUNK, VALUES), "bfloat16")
-            t = T.alloc_shared((STAGES, CHUNK, CHUNK), "bfloat16")
-            p = T.alloc_shared((STAGES, CHUNK, CHUNK), "bfloat16")
-            e = T.alloc_shared((STAGES, 2 * CHUNK), "float32")
-            o = T.alloc_shared((CHUNK, VALUES), "bfloat16")
+            m = shared(p)
             state = T.alloc_fragment((VALUES, width), "float32")
-            rounded = T.alloc_fragment((VALUES, width), "bfloat16")
-            x = T.alloc_fragment((VALUES, CHUNK), "float32")
-            out = T.alloc_fragment((VALUES, CHUNK), "float32")
-            rest = T.alloc_fragment((VALUES, CHUNK), "bfloat16")
-            fresh = T.alloc_fragment((VALUES, CHUNK), "bfloat16")
-            end = T.alloc_local((1,), "float32")
-            T.annotate_layout({v: tilelang.layout.make_swizzled_layout(v)})
-            full = T.alloc_barrier([128] * STAGES)
-            empty = T.alloc_barrier([128] * STAGES)
-            o_full = T.alloc_barrier(128)
-            o_empty = T.alloc_barrier(128)
             with T.ws(1):
                 T.dec_max_nreg(24)
-                for chunk in T.serial(chunks + 1):
-                    T.mbarrier_wait_parity(empty[chunk % STAGES], (chunk // STAGES + 1) % 2)
-                    load(K, Q, V, inverse, inner, decay, k, q, v, t, p, e, full, head, part, chunk)
+                produce(p, m, head, part, K, Q, V, inverse, inner, decay)
             with T.ws(2):
                 T.dec_max_nreg(24)
-                for chunk in T.serial(chunks):
-                    T.mbarrier_wait_parity(o_full, chunk % 2)
-                    T.copy(o, Out[chunk * CHUNK : (chunk + 1) * CHUNK, head, part * VALUES : (part + 1) * VALUES])
-                    T.mbarrier_arrive(o_empty)
+                deliver(p, m, head, part, Out)
             with T.ws(0):
                 T.inc_max_nreg(240)
                 for i, j in T.Parallel(VALUES, width):
                     state[i, j] = State0[head, j, part * VALUES + i] if start else T.float32(0)
-                T.copy(state, rounded)
-                T.mbarrier_wait_parity(full[0], 0)
-                T.gemm(rounded, k[0, :, :], x, transpose_B=True, clear_accum=True)
-                for chunk in T.serial(chunks):
-                    stage, ahead = chunk % STAGES, (chunk + 1) % STAGES
-                    T.gemm(rounded, q[stage, :, :], out, transpose_B=True, clear_accum=True, wg_wait=-1)
-                    for i, j in T.Parallel(VALUES, CHUNK):
-                        x[i, j] = T.cast(v[stage * CHUNK + j, i], "float32") - e[stage, j] * x[i, j]
-                    T.copy(x, rest)
-                    T.gemm(rest, t[stage, :, :], x, transpose_B=True, clear_accum=True, wg_wait=0)
-                    T.copy(x, fresh)
-                    for i, j in T.Parallel(VALUES, CHUNK):
-                        x[i, j] = x[i, j] * e[stage, CHUNK + j]
-                        out[i, j] = out[i, j] * (e[stage, j] * factor)
-                    T.copy(x, rest)
-                    end[0] = e[stage, CHUNK - 1]
-                    for i, j in T.Parallel(VALUES, width):
-                        state[i, j] = state[i, j] * end[0]
-                    T.gemm(rest, k[stage, :, :], state, wg_wait=-1)
-                    T.gemm(fresh, p[stage, :, :], out, transpose_B=True, wg_wait=-1)
-                    T.wait_wgmma(1)
-                    T.copy(state, rounded)
-                    # The next chunk begins before this one's outputs leave. Behind the last there is one more to begin.
-                    T.mbarrier_wait_parity(full[ahead], (chunk + 1) // STAGES % 2)
-                    T.gemm(rounded, k[ahead, :, :], x, transpose_B=True, clear_accum=True, wg_wait=-1)
-                    T.wait_wgmma(1)
-                    T.mbarrier_arrive(empty[stage])
-                    T.mbarrier_wait_parity(o_empty, (chunk + 1) % 2)
-                    for i, j in T.Parallel(VALUES, CHUNK):
-                        o[j, i] = T.cast(out[i, j], "bfloat16")
-                    T.fence_proxy_async()
-                    T.mbarrier_arrive(o_full)
-                    T.wait_wgmma(0)
+                advance(p, m, state, factor)
                 for i, j in T.Parallel(VALUES, width):
                     State[head, j, part * VALUES + i] = state[i, j]
 
-    def tile():
-        return T.Tensor((heads, chunks, CHUNK, CHUNK), "bfloat16")
-
-    def matrix():
-        return T.Tensor((heads, width, width), "float32")
-
     return program(
-        follow, Q=T.Tensor((tokens, key_heads, width), "bfloat16"), K=T.Tensor((tokens, key_heads, width), "bfloat16"),
-        V=T.Tensor((tokens, heads, width), "bfloat16"), inverse=tile(), inner=tile(),
-        decay=T.Tensor((heads, chunks, 2 * CHUNK), "float32"), State0=matrix(),
-        Out=T.Tensor((tokens, heads, width), "bfloat16"), State=matrix(),
+        follow, Q=p.keys(), K=p.keys(), V=p.values(), inverse=p.tile(), inner=p.tile(), decay=p.decay(),
+        State0=p.state(), Out=p.values(), State=p.state(),
     )  # fmt: skip
 
 
