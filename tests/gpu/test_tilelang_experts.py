@@ -33,7 +33,7 @@ SMALL = (
     Neighbours("gemm", "fp16", ((512, 768, 320), (200, 136, 72))),
 )
 REFUSED = (
-    Neighbours("topk", "fp32", ((1, 32769, 8),)),
+    Neighbours("topk", "fp32", ((1, 16385, 8),)),
     Neighbours("conv2d", "fp16", ((1, 32, 8, 8, 64, 3, 1, 1),)),
     Neighbours("fmha", "fp16", ((1, 1, 64, 96),)),
     Neighbours("gdn", "bf16", ((1, 1, 32, 64, 64),)),

@@ -18,8 +18,8 @@ WORDS = {torch.float32: 32, torch.float16: 16, torch.bfloat16: 16}
 INTEGERS = {32: torch.int32, 16: torch.int16}
 DIGITS = {32: ((20, 12), (10, 10), (0, 10)), 16: ((4, 12), (0, 4))}
 """Lowest bit and width of each pass: twelve bits of a row of normal fp32 numbers leave about a hundred keys."""
-MAX_COLUMNS = 32768
-"""32 keys a thread, and counts of keys that fit into 16 bits."""
+MAX_COLUMNS = 16384
+"""16 keys a thread. With 24 of them 1,024 threads spill; counts of keys must fit into 15 bits."""
 TIE = 65536
 """What a tie adds to a word that counts winners in its lower half."""
 PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}

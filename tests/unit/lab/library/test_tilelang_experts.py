@@ -44,7 +44,7 @@ def compiles_nothing(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @pytest.mark.parametrize(
-    ("columns", "dtype", "message"), [(32768, FLOAT, ""), (32769, FLOAT, "32768 columns"), (64, torch.float64, "fp32")]
+    ("columns", "dtype", "message"), [(16384, FLOAT, ""), (16385, FLOAT, "16384 columns"), (64, torch.float64, "fp32")]
 )
 def test_topk(columns: int, dtype: torch.dtype, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = expert("topk")
