@@ -31,6 +31,24 @@ def place(tile, rows, columns):
     return tile // (BAND * columns) * BAND + inside % high, inside // high
 
 
+@T.macro
+def multiply(left, right, sums, full, empty, tx, turn, steps):
+    """One tile's products, one of them in flight while the next slice is waited for."""
+    for step in T.serial(steps):
+        count = turn * steps + step
+        T.mbarrier_wait_parity(full[count % STAGES], count // STAGES % 2)
+        T.gemm(
+            left[count % STAGES, :, :], right[count % STAGES, :, :], sums, wg_wait=-1, policy=T.GemmWarpPolicy.FullRow
+        )
+        # The product before this one has ended: a warp does not read its stage any more.
+        T.wait_wgmma(1)
+        if tx % 32 == 0 and step > 0:
+            T.mbarrier_arrive(empty[(count + STAGES - 1) % STAGES])
+    T.wait_wgmma(0)
+    if tx % 32 == 0:
+        T.mbarrier_arrive(empty[(turn * steps + steps - 1) % STAGES])
+
+
 def gemm(M, N, K, dtype="bfloat16"):
     """The TileLang program of one shape, with rows of a multiple of 16 bytes."""
     rows, columns, steps = -(-M // BM), -(-N // BN), -(-K // BK)
@@ -39,6 +57,7 @@ def gemm(M, N, K, dtype="bfloat16"):
 
     @T.macro
     def store(C, result, done, stored, turn, bx):
+        """The result of one tile, when it is there."""
         row, column = place(turn * blocks + bx, rows, columns)
         T.mbarrier_wait_parity(done, turn % 2)
         T.copy(result, C[row * BM : (row + 1) * BM, column * BN : (column + 1) * BN])
@@ -77,20 +96,7 @@ def gemm(M, N, K, dtype="bfloat16"):
                 T.inc_max_nreg(240)
                 for turn in T.serial(own):
                     T.clear(sums)
-                    for step in T.serial(steps):
-                        count = turn * steps + step
-                        T.mbarrier_wait_parity(full[count % STAGES], count // STAGES % 2)
-                        T.gemm(
-                            left[count % STAGES, :, :], right[count % STAGES, :, :], sums, wg_wait=-1,
-                            policy=T.GemmWarpPolicy.FullRow,
-                        )  # fmt: skip
-                        # The product before this one has ended, and its warps do not read their stage any more.
-                        T.wait_wgmma(1)
-                        if tx % 32 == 0 and step > 0:
-                            T.mbarrier_arrive(empty[(count + STAGES - 1) % STAGES])
-                    T.wait_wgmma(0)
-                    if tx % 32 == 0:
-                        T.mbarrier_arrive(empty[(turn * steps + steps - 1) % STAGES])
+                    multiply(left, right, sums, full, empty, tx, turn, steps)
                     T.mbarrier_wait_parity(stored, (turn + 1) % 2)
                     T.copy(sums, result)
                     T.fence_proxy_async()
