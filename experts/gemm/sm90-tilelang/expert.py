@@ -1,7 +1,9 @@
 """GEMM for sm_90 in TileLang: c[M,N] = a[M,K] b[K,N], row-major bf16 or fp16, fp32 accumulation; one build per shape.
 
-128x256x64 tiles on two consumer warpgroups, three stages of TMA loads by a producer that TileLang splits off, tiles in
-panels of ten for L2, results through shared memory.
+Blocks of 128x256 stay on their multiprocessor and take tile after tile. Two groups multiply, each with a product in
+flight. One loads three stages ahead, also into the next tile, and stores a result while the next tile is multiplied.
+Every other tile of a block walks K backwards, over slices that may still be in L2. Rows that TMA does not take have a
+program of one tile a block.
 """
 
 from __future__ import annotations
@@ -13,26 +15,117 @@ import tilelang.language as T
 import torch
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+BM, BN, BK, STAGES = 128, 256, 64, 3
+MULTIPROCESSORS = 132
+BAND = 16
+"""Rows of tiles that run next to each other: 128 blocks cover a square of 2,048."""
+MULTIPLIERS = 256
+"""Threads of the two groups that multiply."""
+PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 
 
-def gemm(M, N, K, dtype="bfloat16", block_m=128, block_n=256, block_k=64, stages=3, threads=256):
-    """The TileLang program of one shape."""
+def place(tile, rows, columns):
+    """Row and column of a tile, by bands of rows."""
+    inside = tile % (BAND * columns)
+    high = T.min(BAND, rows - tile // (BAND * columns) * BAND)
+    return tile // (BAND * columns) * BAND + inside % high, inside // high
+
+
+@T.macro
+def multiply(left, right, sums, full, empty, tx, turn, steps):
+    """One tile's products, one of them in flight while the next slice is waited for."""
+    for step in T.serial(steps):
+        count = turn * steps + step
+        T.mbarrier_wait_parity(full[count % STAGES], count // STAGES % 2)
+        T.gemm(
+            left[count % STAGES, :, :], right[count % STAGES, :, :], sums, wg_wait=-1, policy=T.GemmWarpPolicy.FullRow
+        )
+        # The product before this one has ended: a warp does not read its stage any more.
+        T.wait_wgmma(1)
+        if tx % 32 == 0 and step > 0:
+            T.mbarrier_arrive(empty[(count + STAGES - 1) % STAGES])
+    T.wait_wgmma(0)
+    if tx % 32 == 0:
+        T.mbarrier_arrive(empty[(turn * steps + steps - 1) % STAGES])
+
+
+def gemm(M, N, K, dtype="bfloat16"):
+    """The TileLang program of one shape, with rows of a multiple of 16 bytes."""
+    rows, columns, steps = -(-M // BM), -(-N // BN), -(-K // BK)
+    tiles = rows * columns
+    blocks = -(-tiles // -(-tiles // MULTIPROCESSORS))
+
+    @T.macro
+    def store(C, result, done, stored, turn, bx):
+        """The result of one tile, when it is there."""
+        row, column = place(turn * blocks + bx, rows, columns)
+        T.mbarrier_wait_parity(done, turn % 2)
+        T.copy(result, C[row * BM : (row + 1) * BM, column * BN : (column + 1) * BN])
+        T.mbarrier_arrive(stored)
+
+    def gemm_ring(A, B, C):
+        with T.Kernel(blocks, threads=384) as bx:
+            left = T.alloc_shared((STAGES, BM, BK), dtype)
+            right = T.alloc_shared((STAGES, BK, BN), dtype)
+            result = T.alloc_shared((BM, BN), dtype)
+            sums = T.alloc_fragment((BM, BN), "float32")
+            tx = T.get_thread_binding()
+            full = T.alloc_barrier([128] * STAGES)
+            empty = T.alloc_barrier([MULTIPLIERS // 32] * STAGES)
+            done = T.alloc_barrier(MULTIPLIERS)
+            stored = T.alloc_barrier(128)
+            own = T.ceildiv(tiles - bx, blocks)
+            with T.ws(2):
+                T.dec_max_nreg(24)
+                for turn in T.serial(own):
+                    row, column = place(turn * blocks + bx, rows, columns)
+                    for step in T.serial(steps):
+                        count, slice = turn * steps + step, T.if_then_else(turn % 2 == 0, step, steps - 1 - step)
+                        T.mbarrier_wait_parity(empty[count % STAGES], (count // STAGES + 1) % 2)
+                        T.copy(A[row * BM : (row + 1) * BM, slice * BK : (slice + 1) * BK], left[count % STAGES, :, :])
+                        T.copy(
+                            B[slice * BK : (slice + 1) * BK, column * BN : (column + 1) * BN],
+                            right[count % STAGES, :, :],
+                        )
+                        T.mbarrier_arrive(full[count % STAGES])
+                        # The ring is full again: time to store the tile before, whose sums are about to be ready.
+                        if step == min(STAGES, steps) - 1 and turn > 0:
+                            store(C, result, done, stored, turn - 1, bx)
+                store(C, result, done, stored, own - 1, bx)
+            with T.ws(0, 1):
+                T.inc_max_nreg(240)
+                for turn in T.serial(own):
+                    T.clear(sums)
+                    multiply(left, right, sums, full, empty, tx, turn, steps)
+                    T.mbarrier_wait_parity(stored, (turn + 1) % 2)
+                    T.copy(sums, result)
+                    T.fence_proxy_async()
+                    T.mbarrier_arrive(done)
+
+    # Types in the signature of a body that does not name their sizes are not found by TileLang.
+    gemm_ring.__annotations__ = {
+        "A": T.Tensor((M, K), dtype),
+        "B": T.Tensor((K, N), dtype),
+        "C": T.Tensor((M, N), dtype),
+    }
+    return T.prim_func(gemm_ring)
+
+
+def gemm_any(M, N, K, dtype="bfloat16"):
+    """The TileLang program of one shape, whatever the rows' alignment: a tile a block, TileLang's own groups."""
 
     @T.prim_func
     def gemm_tile(A: T.Tensor((M, K), dtype), B: T.Tensor((K, N), dtype), C: T.Tensor((M, N), dtype)):
-        with T.Kernel(T.ceildiv(N, block_n), T.ceildiv(M, block_m), threads=threads) as (column, row):
-            left = T.alloc_shared((block_m, block_k), dtype)
-            right = T.alloc_shared((block_k, block_n), dtype)
-            result = T.alloc_shared((block_m, block_n), dtype)
-            sums = T.alloc_fragment((block_m, block_n), "float32")
-            T.use_swizzle(panel_size=10)
+        with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM), threads=256) as (column, row):
+            left = T.alloc_shared((BM, BK), dtype)
+            right = T.alloc_shared((BK, BN), dtype)
+            sums = T.alloc_fragment((BM, BN), "float32")
             T.clear(sums)
-            for step in T.Pipelined(T.ceildiv(K, block_k), num_stages=stages):
-                T.copy(A[row * block_m, step * block_k], left)
-                T.copy(B[step * block_k, column * block_n], right)
+            for step in T.Pipelined(T.ceildiv(K, BK), num_stages=STAGES):
+                T.copy(A[row * BM, step * BK], left)
+                T.copy(B[step * BK, column * BN], right)
                 T.gemm(left, right, sums)
-            T.copy(sums, result)
-            T.copy(result, C[row * block_m, column * block_n])
+            T.copy(sums, C[row * BM, column * BN])
 
     return gemm_tile
 
@@ -40,7 +133,9 @@ def gemm(M, N, K, dtype="bfloat16", block_m=128, block_n=256, block_k=64, stages
 @functools.cache
 def compiled(M, N, K, dtype):
     """The kernel of one shape and type, built when it is first asked for."""
-    return tilelang.compile(gemm(M, N, K, dtype))
+    if K % 8 == 0 and N % 8 == 0:
+        return tilelang.compile(gemm(M, N, K, dtype), pass_configs=PASSES)
+    return tilelang.compile(gemm_any(M, N, K, dtype))
 
 
 def run(a, b, out):
@@ -52,4 +147,6 @@ def run(a, b, out):
     compiled(a.shape[0], b.shape[1], a.shape[1], NAMES[a.dtype])(a, b, out)
 
 
-COMPILE = {"sm90": [{"kernel": gemm, "arguments": {"M": 4096, "N": 4096, "K": 4096}}]}
+COMPILE = {
+    "sm90": [{"kernel": gemm, "arguments": {"M": 4096, "N": 4096, "K": 4096}, "options": {"pass_configs": PASSES}}]
+}
