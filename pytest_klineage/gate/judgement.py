@@ -58,8 +58,8 @@ class Judgement(JudgementContext):
                 self._stock()
             timed = TimedStage(self)
             reason = timed.run(opened)
-            timed.attribute()
             self._check_again(opened)
+            timed.attribute()
             self._look_for_libraries()
         except Rejected as rejected:
             return rejected.reasons

@@ -213,7 +213,7 @@ SYSCALLS = {
         "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
         "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302, "mmap": 9,
         "sched_setaffinity": 203, "timer_create": 222, "mq_open": 240, "mq_notify": 244, "io_submit": 209,
-        "fcntl": 72, "ioctl": 16, "madvise": 28,
+        "fcntl": 72, "ioctl": 16, "madvise": 28, "process_madvise": 440,
     },
     "aarch64": {
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
@@ -225,7 +225,7 @@ SYSCALLS = {
         "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
         "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261, "mmap": 222,
         "sched_setaffinity": 122, "timer_create": 107, "mq_open": 180, "mq_notify": 184, "io_submit": 2,
-        "fcntl": 25, "ioctl": 29, "madvise": 233,
+        "fcntl": 25, "ioctl": 29, "madvise": 233, "process_madvise": 440,
     },
 }  # fmt: skip
 PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
