@@ -222,7 +222,7 @@ class Judgement(JudgementContext):
 
         A screening leaves it out: the best of those is judged in full.
         """
-        if self.screen_against is not None:
+        if self.screen_against is not None or not {"verify", "fresh_inputs"} <= self.settings.defences:
             return
         before, self.checks = self.checks, []
         try:

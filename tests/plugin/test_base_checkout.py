@@ -51,7 +51,7 @@ def test_of_equal_files_the_nearest_one_counts(head: Path) -> None:
     assert [source.files[0].text for source in found if source is not None] == ["old a", "old b"]
 
 
-def test_a_copy_beside_the_test_does_not_make_an_old_kernel_new(head: Path) -> None:
+def test_a_copy_beside_the_test_is_no_new_kernel(head: Path) -> None:
     write(head, tests__k_cpp="new")
     older = BaseCheckout(head, head.parent / "base").base_kernel(kernel(("k.cpp", "new")), head / "tests")
     assert older is not None

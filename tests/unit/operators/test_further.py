@@ -109,7 +109,7 @@ def test_integers_and_booleans_have_their_own() -> None:
     assert not any(tensor.any() for tensor in inputs["integers_zeros"].values())
 
 
-def test_large_integers_are_left_out_where_they_overflow_or_the_user_draws_them() -> None:
+def test_large_integers_that_overflow_are_left_out() -> None:
     @operator("x[N]: int32 -> y[N]: int32", dtypes=("fp32",))
     def squared(x: torch.Tensor) -> torch.Tensor:
         return x * x
