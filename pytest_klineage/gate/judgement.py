@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import CALL_SLACK_S, JudgementContext
@@ -56,6 +58,7 @@ class Judgement(JudgementContext):
                 self._stock()
             timed = TimedStage(self)
             reason = timed.run(opened)
+            self._check_again(opened)
             timed.attribute()
             self._look_for_libraries()
         except Rejected as rejected:
@@ -148,6 +151,9 @@ class Judgement(JudgementContext):
         doing that.
         """
         concerned = "own_kernel" in self.settings.defences and surface_backend(self.source.surface.value).needs_torch
+        if concerned and self.case.library is LibraryPolicy.LABEL:
+            self._check_labelled(built, opened)
+            return
         refused = concerned and self.case.library is LibraryPolicy.FORBID
         try:
             self._start_candidate(built, refuse_framework=refused)
@@ -157,8 +163,28 @@ class Judgement(JudgementContext):
                 raise
             self._check_with_framework(built, opened)
             raise Rejected(self._wrapper_reason(rejected.reasons[0])) from rejected
-        if concerned and self.case.library is LibraryPolicy.LABEL:
-            self._label_framework(built)
+
+    def _check_labelled(self, built: Built, opened: CaseOpened) -> None:
+        """Check a candidate that may use the framework, and note it when it does.
+
+        One that does without is timed without as well: it could ask whether the framework refuses, and use it later.
+        """
+        try:
+            self._start_candidate(built, refuse_framework=True)
+            first = self._check(0)
+            found, refused = first.reasons, first.refused
+            if not found and not refused:
+                self._check_all(opened)
+                return
+        except Rejected as rejected:
+            found, refused = rejected.reasons, ()
+        self.checks.clear()
+        self.log = ""
+        self.processes.ask_oracle(Detach(role="candidate"), Attached, CALL_SLACK_S)
+        self.workers.pop("candidate").end()
+        self._start_candidate(built, refuse_framework=False)
+        self._check_all(opened)
+        self._label_framework(found, refused)
 
     def _check_with_framework(self, built: Built, opened: CaseOpened) -> None:
         """Check a candidate that was rejected without the framework: what is still wrong is its own fault."""
@@ -167,23 +193,12 @@ class Judgement(JudgementContext):
         self._start_candidate(built, refuse_framework=False, role="replay")
         self._check_all(opened, role="replay")
 
-    def _label_framework(self, built: Built) -> None:
-        """Note it when the candidate does not pass a check without the framework."""
-        self.gate.report("check", "replay without the framework")
-        own = self.log
-        try:
-            self._start_candidate(built, refuse_framework=True, role="replay")
-            checked = self._check(0, role="replay")
-            found, refused = checked.reasons, checked.refused
-        except Rejected as rejected:
-            found, refused = rejected.reasons, ()
-        self.processes.ask_oracle(Detach(role="replay"), Attached, CALL_SLACK_S)
-        self.workers.pop("replay").end()
-        self.log = own
+    def _label_framework(self, found: tuple[Reason, ...], refused: tuple[str, ...]) -> None:
+        """Note what a candidate, which is right with the framework, did without it."""
         if found:
             reason = self._wrapper_reason(found[0])
             self.notes.append(f"{reason.code}: {reason.message}")
-        elif refused:
+        else:
             called = findings.clean(", ".join(refused), 300)
             message = f"the framework is called, and does without where it refuses: {called}"
             self.notes.append(f"{Code.WRAPPER_FALLBACK}: {message}")
@@ -204,6 +219,24 @@ class Judgement(JudgementContext):
             failures += answer.reasons
         if failures:
             raise Rejected(*sorted(failures, key=lambda reason: SEVERITY.get(reason.code, 0), reverse=True))
+
+    def _check_again(self, opened: CaseOpened) -> None:
+        """Check the process that was timed once more: one that has counted its calls may know that checks are over.
+
+        A screening leaves it out: the best of those is judged in full.
+        """
+        if self.screen_against is not None or not {"verify", "fresh_inputs"} <= self.settings.defences:
+            return
+        before, self.checks = self.checks, []
+        try:
+            with machine_lock(self.gate.host.lock, alone=False):
+                self._check_all(opened)
+        except Rejected as rejected:
+            later = "right before it was timed, and afterwards"
+            raise Rejected(
+                *(msgspec.structs.replace(reason, message=f"{later}: {reason.message}") for reason in rejected.reasons)
+            ) from rejected
+        self.checks = before
 
     def _check(self, index: int, role: str = "candidate") -> Checked:
         deadline = self.settings.run_timeout_s

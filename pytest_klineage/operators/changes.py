@@ -37,15 +37,24 @@ def zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
+WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_019}
+"""By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range."""
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "large": lambda values, generator: values * LARGE,
     "small": lambda values, generator: values * SMALL,
     "shifted": lambda values, generator: values + SHIFT,
+    "lowered": lambda values, generator: (values - SHIFT) * LARGE,
     "mixed": mixed,
     "constant": constant,
     "zeros": zeros,
+    "integers_wide": lambda values, generator: values,
+    "integers_constant": constant,
+    "integers_zeros": zeros,
 }
-"""Further distributions of a user's operator, by name: what becomes of standard normal numbers."""
+"""Further distributions of a user's operator, by name: what becomes of standard normal numbers, or of integers and
+booleans."""
+INTEGERS = ("integers_wide", "integers_constant", "integers_zeros")
+"""Those that leave floats alone; the first depends on the type, see WIDER."""
 BY_SLICE = ("mixed", "constant", "zeros")
 """Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""

@@ -59,6 +59,7 @@ class Fmha(Operator):
         "shifted",
         "large_magnitude",
         "needles",
+        "negative_scores",
         "plain",
     )
     family: ClassVar[str] = "products of tiles"
@@ -123,6 +124,8 @@ class Fmha(Operator):
             v *= LARGE[case.dtype]
         elif input_distribution == "needles":
             plant_needles(q, k, v, generator)
+        elif input_distribution == "negative_scores":
+            turn_away(q, k, generator)
         elif input_distribution == "plain":
             q, k, v = (plain(tensor, generator) for tensor in (q, k, v))
             v[..., 3::4] *= TINY[case.dtype]
@@ -252,6 +255,18 @@ def heads_of(tensor: torch.Tensor, heads: int, start: int, stop: int) -> torch.T
         return tensor[start:stop]
     wanted = torch.arange(start, stop, device=tensor.device) // (heads // tensor.shape[0])
     return tensor.index_select(0, wanted)
+
+
+def turn_away(q: torch.Tensor, k: torch.Tensor, generator: torch.Generator) -> None:
+    """Have all scores of every second query lie near -240, where exp is zero in fp32. Changes q and k in place.
+
+    A running maximum that begins at zero, or at another number that is not small enough, leaves no weight there.
+    """
+    batch, heads, _, width = k.shape
+    direction = normal((batch, heads, 1, width), generator)
+    direction /= direction.norm(dim=-1, keepdim=True)
+    k += 6.0 * direction
+    q[:, :, ::2] -= 40.0 * width**0.5 * direction.repeat_interleave(q.shape[1] // heads, dim=1)
 
 
 def plant_needles(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, generator: torch.Generator) -> None:

@@ -7,6 +7,7 @@ inputs once would change. None of them is timed.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -15,10 +16,10 @@ import msgspec
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
-from pytest_klineage.operators.changes import BY_SLICE, CHANGES
+from pytest_klineage.operators.changes import BY_SLICE, CHANGES, INTEGERS, WIDER
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.evaluation import is_float
-from pytest_klineage.operators.open_inputs import finished, numbers
+from pytest_klineage.operators.open_inputs import bound_of, finished, numbers
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, rounded_inputs
 from pytest_klineage.records import KernelCase, Option, Signature
 
@@ -41,9 +42,11 @@ class Unusable(Exception):
 
 
 def names(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
-    """Distributions, where there are inputs of floats, then other values of options."""
-    floats = any(is_float(spec.dtype) for spec in operator.signature(case).inputs)
-    changes = [name for name in operator.defaults if floats and name not in operator.distributions]
+    """Distributions that change an input of the signature's types, then other values of options."""
+    floats = {is_float(spec.dtype) for spec in operator.signature(case).inputs}
+    changes = [
+        name for name in operator.defaults if (name not in INTEGERS) in floats and name not in operator.distributions
+    ]
     return (*changes, *other_options(operator, case))
 
 
@@ -86,9 +89,15 @@ def problem(
         if name not in CHANGES:
             return option(operator, case, other_options(operator, case)[name], usual, generator)
         generator.set_state(state)
-        inputs = finished(operator, case, generator, name, drawn | changed(drawn, name, generator))
+        if name in INTEGERS:
+            other = integers_changed(operator, case, drawn, name, generator)
+        else:
+            other = changed(drawn, name, generator)
+        inputs = finished(operator, case, generator, name, drawn | other)
         if all(same(inputs[item], usual[item]) for item in inputs):
             return ""
+        if name in INTEGERS:
+            object_to_overflow(operator, case, inputs)
         found = usable(operator, case, inputs, generator, wrong)
         if name == ONE_NUMBER:
             allow_one_sided(operator, case, found[1])
@@ -134,6 +143,37 @@ def changed(values: Tensors, name: str, generator: torch.Generator) -> Tensors:
     values = {key: tensor for key, tensor in values.items() if tensor.is_floating_point()}
     wide = name in BY_SLICE and any(tensor.dim() > 1 for tensor in values.values())
     return {key: CHANGES[name](tensor, own) for key, tensor in values.items() if tensor.dim() > 1 or not wide}
+
+
+def integers_changed(
+    operator: DefinedOperator, case: KernelCase, values: Tensors, name: str, generator: torch.Generator
+) -> Tensors:
+    """Those that are integers or booleans after the change of this name.
+
+    Large numbers are for integers that neither the signature nor the default distribution bounds.
+    """
+    own = operator.distributions.get(DEFAULT_DISTRIBUTION)
+    drawn = set(inspect.signature(own).parameters) if own else set()
+    found = {}
+    for spec in operator.signature(case).inputs:
+        if is_float(spec.dtype):
+            continue
+        if name != INTEGERS[0]:
+            found[spec.name] = CHANGES[name](values[spec.name], generator)
+        elif spec.dtype in WIDER and spec.name not in drawn and bound_of(operator, case, spec.name) is None:
+            found[spec.name] = values[spec.name] * WIDER[spec.dtype]
+    return found
+
+
+def object_to_overflow(operator: DefinedOperator, case: KernelCase, inputs: Tensors) -> None:
+    """Raise Unusable where integers of 64 bits give another answer: an honest kernel may compute with these."""
+    longer = {
+        name: tensor if tensor.is_floating_point() or tensor.element_size() == 1 else tensor.long()
+        for name, tensor in inputs.items()
+    }
+    usual, wide = operator.oracle(case, inputs), operator.oracle(case, longer)
+    if not all(same(usual[name], wide[name]) for name in usual):
+        raise Unusable("integers overflow")
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

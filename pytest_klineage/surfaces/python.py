@@ -37,8 +37,10 @@ class PythonBackend(SurfaceBackend):
         directory = cache / "python" / digest
         if source.main is not None:
             parse(source.main.name, source.main.text)
-        if not directory.exists():
+        if not holds(directory, source):
             with scratch(cache) as staging:
+                if directory.exists():
+                    os.replace(directory, staging / "altered")
                 publish(lay_out(source, staging / "files"), directory)
         return Built(artifact=directory, build=Build(digest=digest, toolchain=f"Python {sys.version.split()[0]}"))
 
@@ -47,6 +49,8 @@ class PythonBackend(SurfaceBackend):
             loaded = import_named(module)
         else:
             sys.path.insert(0, str(artifact))
+            # The folder holds the source and nothing else, also where files could be written there.
+            sys.dont_write_bytecode = True
             loaded = importlib.import_module(MODULE_NAME)
         function: Any = loaded
         for part in entry.split("."):
@@ -59,9 +63,25 @@ class PythonBackend(SurfaceBackend):
 def lay_out(source: KernelSource, directory: Path) -> Path:
     """Write the source's files into a new folder, the first as the module that is imported."""
     directory.mkdir()
-    for index, file in enumerate(source.files):
-        (directory / (f"{MODULE_NAME}.py" if index == 0 else file.name)).write_text(file.text)
+    for name, text in named_files(source).items():
+        (directory / name).write_text(text)
     return directory
+
+
+def named_files(source: KernelSource) -> dict[str, str]:
+    """Texts by file name, the first as the module that is imported."""
+    return {f"{MODULE_NAME}.py" if index == 0 else file.name: file.text for index, file in enumerate(source.files)}
+
+
+def holds(directory: Path, source: KernelSource) -> bool:
+    """Whether a folder of the cache has exactly the source's files: who can write there may have changed them."""
+    files = named_files(source)
+    try:
+        return set(os.listdir(directory)) == set(files) and all(
+            (directory / name).read_text() == text for name, text in files.items()
+        )
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def publish(staging: Path, artifact: Path) -> None:

@@ -51,6 +51,13 @@ def test_of_equal_files_the_nearest_one_counts(head: Path) -> None:
     assert [source.files[0].text for source in found if source is not None] == ["old a", "old b"]
 
 
+def test_a_copy_beside_the_test_is_no_new_kernel(head: Path) -> None:
+    write(head, tests__k_cpp="new")
+    older = BaseCheckout(head, head.parent / "base").base_kernel(kernel(("k.cpp", "new")), head / "tests")
+    assert older is not None
+    assert older.files[0].text in ("old a", "old b")
+
+
 def test_a_file_that_the_base_has_not(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     assert checkout.base_kernel(kernel(("fresh.cpp", "fresh")), head) is None

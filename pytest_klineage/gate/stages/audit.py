@@ -44,6 +44,12 @@ NATIVE_NOTES = (
     (r"\bgetppid\b|\bfork\s*\(|\bexecv", "deals with processes"),
     (r"\b(cblas_|dnnl_|mkl_)\w+", "names a BLAS or DNN library"),
 )
+LITERAL_OR_COMMENT = re.compile(
+    r'(?P<literal>(?<!\w)(?:u8|[uUL])?R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')'
+    r"|//[^\n]*|/\*.*?\*/",
+    re.S,
+)
+"""Literals, and comments: what looks like the beginning of a comment in a string is none."""
 PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
 HARNESS = "pytest_klineage"
 COMPUTING = frozenset({"numpy", "scipy", "numexpr", "pandas"})
@@ -80,7 +86,8 @@ def included_libraries(build: Build) -> tuple[str, ...]:
 
 
 def _audit_native(text: str) -> Audit:
-    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.S)
+    spliced = text.replace("??/", "\\").replace("\\\n", "")
+    code = LITERAL_OR_COMMENT.sub(lambda found: found[0] if found["literal"] else " ", spliced)
     reasons = tuple(
         Reason(code=Code.TAMPERING, message=f"the source {what}")
         for pattern, what in NATIVE_TAMPERING

@@ -46,8 +46,12 @@ class KernelFiles:
 
     def locate(self, file: SourceFile, near: Path) -> Path | None:
         """Where a kernel's file lies; ties resolve to the path closest to the folder `near`. None if not found."""
+        return next(iter(self.places(file, near)), None)
+
+    def places(self, file: SourceFile, near: Path) -> list[Path]:
+        """Every file of this name and text, the closest to the folder `near` first."""
         same = [path for path in self._by_name.get(file.name, ()) if _text(path) == file.text]
-        return min(same, key=lambda path: (-_shared(path, near), str(path)), default=None)
+        return sorted(same, key=lambda path: (-_shared(path, near), str(path)))
 
 
 class BaseCheckout:
@@ -75,11 +79,13 @@ class BaseCheckout:
         return msgspec.structs.replace(source, files=tuple(file for file in found if file is not None))
 
     def _older(self, file: SourceFile, near: Path) -> SourceFile | None:
-        path = self.files.locate(file, near)
-        if path is None:
+        places = self.files.places(file, near)
+        if not places:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
-        older = self.base / path.relative_to(self.files.root)
-        if not older.is_file():
+        # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
+        there = (self.base / path.relative_to(self.files.root) for path in places)
+        older = next((path for path in there if path.is_file()), None)
+        if older is None:
             return None
         try:
             return SourceFile(name=file.name, text=older.read_text(encoding="utf-8"))

@@ -213,7 +213,7 @@ SYSCALLS = {
         "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
         "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302, "mmap": 9,
         "sched_setaffinity": 203, "timer_create": 222, "mq_open": 240, "mq_notify": 244, "io_submit": 209,
-        "fcntl": 72, "ioctl": 16,
+        "fcntl": 72, "ioctl": 16, "madvise": 28, "process_madvise": 440,
     },
     "aarch64": {
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
@@ -225,17 +225,20 @@ SYSCALLS = {
         "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
         "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261, "mmap": 222,
         "sched_setaffinity": 122, "timer_create": 107, "mq_open": 180, "mq_notify": 184, "io_submit": 2,
-        "fcntl": 25, "ioctl": 29,
+        "fcntl": 25, "ioctl": 29, "madvise": 233, "process_madvise": 440,
     },
 }  # fmt: skip
 PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
 CONDITIONAL_CALLS = (
     "clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity", "fcntl", "ioctl",
+    "madvise",
 )  # fmt: skip
 SIGNALLING = {"fcntl": (8, 10, 15, 1024, 1026), "ioctl": (0x5452, 0x8901, 0x8902)}
 """By system call, the commands that have the system send signals later on, which would wake a stopped process:
 F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY; FIOASYNC, FIOSETOWN, SIOCSPGRP."""
 F_SETFL, O_ASYNC = 4, 0x2000
+MADV_COLLAPSE = 25
+"""Moves pages that are there to huge ones: a caller's tensors too, once for all later calls."""
 PROT_EXEC, MAP_ANONYMOUS = 0x4, 0x20
 CLONE_THREAD = 0x00010000
 EPERM, ENOSYS = 1, 38
@@ -320,6 +323,7 @@ def seccomp_program(
     program += _only(numbers["prlimit64"], EQUAL, 0)
     for name, commands in SIGNALLING.items():
         program += _never(numbers[name], commands)
+    program += _never(numbers["madvise"], (MADV_COLLAPSE,), argument=2)
     program += _never_asynchronous(numbers["fcntl"])
     if not allow_processes:
         # Threads are wanted, processes are not; clone3 hides its flags behind a pointer, so libc has to use clone.
@@ -333,9 +337,9 @@ def _only(number: int, test: int, value: int) -> list[Instruction]:
     return [(EQUAL, 0, 4, number), (LOAD, 0, 0, ARGUMENT_0), (test, 1, 0, value), REFUSE, ALLOW]
 
 
-def _never(number: int, commands: tuple[int, ...]) -> list[Instruction]:
-    """Refuse one system call with these commands, which are its second argument; go on with the number otherwise."""
-    body: list[Instruction] = [(LOAD, 0, 0, ARGUMENT_0 + 8)]
+def _never(number: int, commands: tuple[int, ...], argument: int = 1) -> list[Instruction]:
+    """Refuse one system call with these commands in an argument, its second one; go on with the number otherwise."""
+    body: list[Instruction] = [(LOAD, 0, 0, ARGUMENT_0 + 8 * argument)]
     for command in commands:
         body += [(EQUAL, 0, 1, command), REFUSE]
     return [(EQUAL, 0, len(body) + 1, number), *body, (LOAD, 0, 0, 0)]

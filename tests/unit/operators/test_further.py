@@ -11,19 +11,19 @@ import torch
 from pytest_klineage import UsageError, operator
 from pytest_klineage.channel import Channel
 from pytest_klineage.operators import OpenOperator, make_case, operator_of
-from pytest_klineage.operators.changes import CHANGES
+from pytest_klineage.operators.changes import CHANGES, INTEGERS
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
 from pytest_klineage.records.messages import OpenCase, Stock
 from pytest_klineage.worker.oracle import Oracle
-from pytest_klineage.worker.problems import ProblemSet, Remade
+from pytest_klineage.worker.problems import Problem, ProblemSet, Remade
 from pytest_klineage.worker.turns import Turns
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
 
-ALL = tuple(CHANGES)
+ALL = tuple(name for name in CHANGES if name not in INTEGERS)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -93,6 +93,40 @@ def test_usual_operators_have_all(dtype: str) -> None:
     assert checked(make_case(softmax, (17, 40), dtype, "torch")) == ([*ALL], [])
     names, absent = checked(make_case(layer_norm, (16, 40), dtype, "torch"))
     assert (names, absent) == ([*ALL, "eps=0.5", "eps=0.0001"], [])
+
+
+def test_integers_and_booleans_have_their_own() -> None:
+    @operator("x[N]: int32, n[N]: int32 < 5, keep[N]: bool -> y[N]: int32", dtypes=("fp32",))
+    def chosen(x: torch.Tensor, n: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        return x.where(keep, n)
+
+    case = make_case(chosen, (64,), "fp32", "torch")
+    assert checked(case) == ([*INTEGERS], [])
+    inputs = {check.input_distribution: check.inputs for check in opened(case).checks if isinstance(check, Problem)}
+    assert inputs["integers_wide"]["x"].abs().max() > 1 << 24
+    assert inputs["integers_wide"]["n"].max() < 5
+    assert all(len(tensor.unique()) == 1 for tensor in inputs["integers_constant"].values())
+    assert not any(tensor.any() for tensor in inputs["integers_zeros"].values())
+
+
+def test_large_integers_that_overflow_are_left_out() -> None:
+    @operator("x[N]: int32 -> y[N]: int32", dtypes=("fp32",))
+    def squared(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    names, absent = checked(make_case(squared, (64,), "fp32", "torch"))
+    assert "integers_wide" not in names
+    assert absent == ["not checked with integers_wide: integers overflow"]
+
+    @operator("x[N]: int32 -> y[N]: int32", dtypes=("fp32",))
+    def negated(x: torch.Tensor) -> torch.Tensor:
+        return -x
+
+    @negated.inputs("default")
+    def small(x: torch.Tensor) -> torch.Tensor:
+        return x % 7
+
+    assert "integers_wide" not in checked(make_case(negated, (64,), "fp32", "torch"))[0]
 
 
 def test_what_the_definition_does_not_allow_is_left_out() -> None:

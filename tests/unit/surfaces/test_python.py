@@ -155,6 +155,18 @@ def test_the_same_source_is_laid_out_once(tmp_path: Path) -> None:
     assert [path.name for path in first.artifact.iterdir()] == [f"{MODULE_NAME}.py"]
 
 
+def test_a_layout_that_was_altered_is_laid_out_again(tmp_path: Path) -> None:
+    def build() -> Path:
+        return PythonBackend().build(source("x = 1\n"), tmp_path, platform="cpu", timeout_s=60).artifact
+
+    artifact = build()
+    (artifact / f"{MODULE_NAME}.py").write_text("x = 2\n")
+    (artifact / "math.py").write_text("raise SystemExit\n")
+    assert build() == artifact
+    assert {path.name: path.read_text() for path in artifact.iterdir()} == {f"{MODULE_NAME}.py": "x = 1\n"}
+    assert [path.name for path in tmp_path.iterdir()] == ["python"]
+
+
 def test_nothing_but_the_layout_stays_in_the_cache(tmp_path: Path) -> None:
     PythonBackend().build(source("x = 1\n"), tmp_path, platform="cpu", timeout_s=60)
     assert [path.name for path in tmp_path.iterdir()] == ["python"]

@@ -37,6 +37,12 @@ def native(*texts: str, surface: Surface = Surface.CPP) -> KernelSource:
         ('#  include "../answer.h"', '#include "tile.h"'),
         ("__attribute__((constructor)) void f();", "__attribute__((always_inline)) void f();"),
         ("__attribute__ ((destructor)) void f();", "struct A { A(); ~A(); };"),
+        ('auto a = "/*"; ptrace(0, pid); auto b = "*/";', 'auto a = "/*"; /* ptrace(0, pid); */ auto b = "*/";'),
+        ('auto a = R"x(/*)"/*)x"; ptrace(0, pid); auto b = "*/";', 'auto a = R"x("/*)x"; // ptrace(0, pid)'),
+        ('auto a = "\\"/*"; ptrace(0, pid); auto b = "*/";', "char a = '\"'; /* ptrace(0, pid) */ char b = '\"';"),
+        ('auto a = "??/"/*"; ptrace(0, pid); auto b = "*/";', 'auto a = "??/??/"; /* ptrace(0, pid) */'),
+        ("ptr\\\nace(0, pid);", "// a line that goes on \\\n ptrace(0, pid);"),
+        ('int R; f(R)R"/*"; ptrace(0, pid); "*/";', "int a = 1'000'000; // ptrace(0, pid)"),
     ],
 )
 @pytest.mark.parametrize("surface", [Surface.CPP, Surface.CUDA])

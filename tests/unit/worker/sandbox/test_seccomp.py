@@ -169,6 +169,15 @@ def test_limits_of_other_processes_are_out_of_reach(machine: str, allow_processe
     assert answer(machine, "prlimit64", 1, 7, allow_processes=allow_processes) == REFUSED
 
 
+def test_pages_that_are_there_stay_as_they_are(machine: str) -> None:
+    huge, collapse, cold = 14, 25, 20
+    for advice in (huge, cold, 4):
+        assert answer(machine, "madvise", 4096, 4096, advice) == RET_ALLOW
+    assert answer(machine, "madvise", 4096, collapse, collapse) == REFUSED
+    assert answer(machine, "madvise", collapse, collapse, huge) == RET_ALLOW
+    assert answer(machine, "process_madvise", 3, 0, 1, cold) == REFUSED
+
+
 def test_another_architecture_is_killed(machine: str) -> None:
     i386 = 0x40000003
     for number in (0, 11, 120):
