@@ -57,7 +57,9 @@ def report_of(figures: VerdictTime, platform: str) -> str:
         "|---|---|---|",
     ]
     lines += [f"| {what} | {median(seconds):.2f} s ({max(seconds):.2f} s) | {goal} |" for what, seconds, goal in rows]
-    lines.append(f"| half-width of the interval | +-{100 * median(figures.half_widths):.2f} % | {100 * HALF_WIDTH:g} % |")
+    lines.append(
+        f"| half-width of the interval | +-{100 * median(figures.half_widths):.2f} % | {100 * HALF_WIDTH:g} % |"
+    )
     return "\n".join([*lines, "", f"Raw figures: `verdict-time-{platform}.jsonl`."])
 
 
