@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.lab.induction.lineage_store import trajectory_settings
+from pytest_klineage.lab.induction.lineage_store import induce, trajectory_settings
 from pytest_klineage.lab.induction.verdicts import Judge
 from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
+from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.conversation import Conversation
 from pytest_klineage.lab.llm.session import Session
@@ -213,3 +214,17 @@ def begin(tmp_path: Path, origin: WalkOrigin) -> Callable[..., Session]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def walk(
+    tmp_path: Path, origin: WalkOrigin, begin: Callable[..., Session], judge: Judge, words: dict[str, Any]
+) -> Callable[..., tuple[StoredLineage, Any]]:
+    """Walks with these replies; gives what was kept, and the model with what it was asked."""
+
+    def run(*script: Any, limit_usd: float = 10.0, settings: WalkSettings | None = None) -> tuple[StoredLineage, Any]:
+        backend = words["scripted"](*script)
+        with begin(backend, limit_usd=limit_usd, settings=settings) as session:
+            return induce(origin, session, judge, tmp_path / "lineage"), backend
+
+    return run
