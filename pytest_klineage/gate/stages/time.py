@@ -39,6 +39,7 @@ class TimedStage:
         decisive: Reason | None = None
         for name in (self.context.settings.policy, *self.context.settings.also_policies):
             host = self.context.gate.host
+            self.context.gate.report("time", name)
             with machine_lock(host.lock, alone=True), closing(host.monitor()) as self.monitor:
                 started = time.monotonic()
                 outcome = self._measure(name, opened)
