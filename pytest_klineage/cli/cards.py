@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from pytest_klineage.report.text import WIDTH, counted, wrapped
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.library.lint import LintFinding
-    from pytest_klineage.records import SkillCard
+    from pytest_klineage.records import Lineage, SkillCard
 
 SKILLS, EXPERTS = Path("skills"), Path("experts")
 EXIT_CODES = """\
@@ -49,6 +49,9 @@ def add_cards(commands: Commands) -> None:
     lint = actions.add_parser("lint", help="say what is wrong with cards")
     lint.add_argument("names", metavar="NAME", nargs="*", help="names of cards; all of them without any")
     lint.add_argument("--strict", action="store_true", help="warnings make the command fail, too")
+    lint.add_argument(
+        "--update-effects", action="store_true", help="first take the speedups of steps that were timed again"
+    )
     lint.add_argument(
         "--experts", metavar="DIR", type=Path, default=EXPERTS, help="where lineages are; default: experts"
     )
@@ -106,6 +109,8 @@ def run_lint(arguments: argparse.Namespace) -> int:
     skills = _folder(arguments.skills)
     folders = [_card_folder(skills, name) for name in arguments.names] or card_folders(skills)
     lineages = known_lineages(find_all(arguments.experts))
+    if arguments.update_effects:
+        _update_effects(skills, lineages)
     others = readable_cards(skills)
     findings = [finding for folder in folders for finding in lint_folder(folder, lineages, others)]
     say_all(line for finding in findings for line in _finding_lines(finding))
@@ -113,6 +118,19 @@ def run_lint(arguments: argparse.Namespace) -> int:
     errors = len(findings) - warnings
     say(f"{counted(len(folders), 'card')}: {counted(errors, 'error')}, {counted(warnings, 'warning')}")
     return FAILED if errors or (arguments.strict and warnings) else OK
+
+
+def _update_effects(skills: Path, lineages: Mapping[str, Lineage]) -> None:
+    """Write the cards anew whose step was timed again since they were lifted."""
+    from pytest_klineage.lab.library.cards import find_cards, write_card
+    from pytest_klineage.lab.library.lint import with_effect_of_step
+    from pytest_klineage.lab.library.rendering import speedup_text
+
+    for card in find_cards(skills):
+        timed = with_effect_of_step(card, lineages)
+        if timed != card:
+            write_card(skills, timed)
+            say(f"{card.name}: {speedup_text(card.effect.speedup)}, now {speedup_text(timed.effect.speedup)}")
 
 
 def run_diff(arguments: argparse.Namespace) -> int:

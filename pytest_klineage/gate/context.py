@@ -17,8 +17,9 @@ from pytest_klineage.gate.host.cpu import usable_cores
 from pytest_klineage.gate.host.hosts import host_for
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.settings import GateSettings, for_screening
+from pytest_klineage.gate.shared_reference import SharedReference
 from pytest_klineage.gate.stages.audit import Audit
-from pytest_klineage.gate.supervise import Processes, Worker
+from pytest_klineage.gate.supervise import CALL_SLACK_S, Processes, Worker
 from pytest_klineage.operators import operator_of
 from pytest_klineage.records import (
     Build,
@@ -55,8 +56,6 @@ REFUSAL_LENGTH = 400
 """Characters of what a library said that a verdict keeps."""
 CRASH_GRACE_S = 1.0
 """How long a worker whose channel closed is given to end by itself, so that its own status is seen."""
-CALL_SLACK_S = 30.0
-"""Time beside the kernel's own deadline that one request to the oracle may take."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +82,7 @@ class GateContext:
         )
         self.software: dict[str, str] = {}
         """Versions that the workers have reported."""
-        self.chosen: dict[bytes, dict[str, str]] = {}
-        """By case, what its reference said of itself when it last compared its variants."""
+        self.shared = SharedReference(self.processes)
 
     def _reference_caches(self) -> dict[str, str]:
         """Where references keep what they have compiled and tuned; candidates do not learn of it."""
@@ -138,6 +136,8 @@ class JudgementContext:
         self.log = ""
         self.containment: tuple[str, ...] = ()
         self.reference_facts: dict[str, str] = {}
+        self.reference_said: dict[str, str] = {}
+        self.reference_traced = False
         self.reference_ran = False
         """Whether it was timed once: what fails afterwards is no refusal."""
         self.workers: dict[str, Worker] = {}
@@ -150,28 +150,54 @@ class JudgementContext:
         self.kernels: dict[str, tuple[KernelTime, ...]] = {}
         self.sanitizer: dict[str, str] = {}
 
+    def shares_reference(self) -> bool:
+        """Whether this is a screening against a library: such share what they know of it, and its process."""
+        return self.screen_against is not None and self.reference_source is None
+
     def note_reference(self, said: dict[str, str]) -> None:
         """Keep what the reference says of itself; of a comparison of its variants, for screenings of this case too."""
-        before = self.chosen_before()
+        before, self.reference_said = self.chosen_before(), said
         self.reference_facts |= before | said
         if not before:
-            self.gate.chosen[msgspec.json.encode(self.case)] = said
+            self.gate.shared.note(self.case, said)
 
     def chosen_before(self) -> dict[str, str]:
         """In a screening, what the reference said when its variants were last compared on this case; else nothing.
 
         What a screening keeps as best is judged in full, where they are compared again.
         """
-        known = self.gate.chosen.get(msgspec.json.encode(self.case), {})
-        return known if self.screen_against is not None and "variant" in known else {}
+        return self.gate.shared.chosen(self.case) if self.screen_against is not None else {}
+
+    def take_kept(self, job: Job, preload: str) -> dict[str, str] | None:
+        """Go on with the last screening's reference; what it said, or None where there is none with this job."""
+        kept = self.gate.shared.take(job) if self.shares_reference() else None
+        if kept is None:
+            return None
+        self.workers["reference"], self.jobs["reference"] = kept.worker, (job, preload)
+        return kept.said
+
+    def named_before(self) -> tuple[KernelTime, ...]:
+        """In a screening, what the device executes for this reference, once that was traced; else nothing."""
+        return self.gate.shared.kernels(self.case, self.reference_facts) if self.shares_reference() else ()
+
+    def name_reference(self, kernels: tuple[KernelTime, ...]) -> None:
+        """Keep what was traced. A process that was traced is not kept: its launches may take longer from then on."""
+        self.kernels["reference"], self.reference_traced = kernels, True
+        if self.reference_source is None:
+            self.gate.shared.name(self.case, self.reference_facts, kernels)
 
     def discard(self) -> None:
         """Forget this judgement's workers, whose processes are gone."""
+        self.gate.shared.discard()
         for worker in self.workers.values():
             worker.discard()
 
     def close(self) -> None:
-        """End this judgement's workers."""
+        """End this judgement's workers; the reference of a screening goes on with the next one."""
+        worker = self.workers.get("reference")
+        if worker is not None and worker.ended is None and self.shares_reference() and not self.reference_traced:
+            del self.workers["reference"]
+            self.gate.shared.keep(worker, self.jobs["reference"][0], self.reference_said)
         for role in self.workers:
             self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
         for worker in self.workers.values():

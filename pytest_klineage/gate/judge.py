@@ -42,6 +42,7 @@ class Gate(AbstractContextManager["Gate"]):
 
     def close(self) -> None:
         """End every process. A gate that was closed starts them again when it is used."""
+        self._context.shared.discard()
         self._context.processes.close()
 
     def machine(self) -> Machine:

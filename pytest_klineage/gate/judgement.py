@@ -6,7 +6,7 @@ import msgspec
 
 from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
 from pytest_klineage.gate import findings
-from pytest_klineage.gate.context import CALL_SLACK_S, JudgementContext
+from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.definitions import definition_file, lost_oracle
 from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import SEVERITY, Rejected
@@ -14,6 +14,7 @@ from pytest_klineage.gate.stages.audit import audit, foreign_file_reasons, inclu
 from pytest_klineage.gate.stages.build import build_kernel, build_notes, built_reason, resource_reasons
 from pytest_klineage.gate.stages.sanitize import sanitize
 from pytest_klineage.gate.stages.time import TimedStage
+from pytest_klineage.gate.supervise import CALL_SLACK_S
 from pytest_klineage.records import (
     Code,
     KernelSource,
@@ -100,6 +101,8 @@ class Judgement(JudgementContext):
             flush_bytes=self.flush_bytes, threads=self.gate.threads, device=self.gate.host.device,
             definition=definition_file(self.case),
         )  # fmt: skip
+        # Its memory may be missing for another case.
+        self.gate.shared.end(but_for=self.case if self.shares_reference() else None)
         # Started now, the reference's process imports torch while the oracle computes.
         self.processes.oracle()
         self.processes.template(self._reference_preload())
@@ -130,11 +133,14 @@ class Judgement(JudgementContext):
                 sandbox=False, flush_bytes=self.flush_bytes, processors=self.gate.binding.processors,
                 definition=definition_file(self.case), **chosen_variant(self.chosen_before()),
             )  # fmt: skip
-        attached = self.start("reference", job, self._reference_preload())
+        preload = self._reference_preload()
+        said = self.take_kept(job, preload)
+        if said is None:
+            said = self.start("reference", job, preload).settings
         if self.reference_source is not None:
-            self.reference_facts |= attached.settings
+            self.reference_facts |= said
             return
-        self.note_reference(attached.settings)
+        self.note_reference(said)
         self.notes += reference_notes(self.reference_facts)
 
     def _start_candidate(self, built: Built, *, refuse_framework: bool, role: str = "candidate") -> None:

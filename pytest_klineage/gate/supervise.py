@@ -31,6 +31,8 @@ T = TypeVar("T")
 START_DEADLINE_S = 120.0
 """Importing torch from a cold disk takes tens of seconds; anything longer is a fault."""
 END_DEADLINE_S = 15.0
+CALL_SLACK_S = 30.0
+"""Time beside the kernel's own deadline that one request to the oracle may take."""
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 """For glibc: large tensors lie in memory that the process keeps, up to 1 GiB of it unused, instead of in pages that the
 system clears again for every one of them, which is a third of an oracle's CPU time."""

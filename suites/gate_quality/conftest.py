@@ -51,17 +51,17 @@ def measured_here() -> str:
 
 @pytest.fixture
 def publish(request: pytest.FixtureRequest) -> Publish:
-    """Writes one table (Markdown) and the raw records behind it (JSON lines), and shows the table."""
+    """Writes one table (Markdown) and the raw records behind it (JSON lines), and shows the table past the capture."""
     base = ROOT / "results" if request.config.getoption("--publish") else ROOT / "results" / "runs"
     reporter = request.config.pluginmanager.getplugin("terminalreporter")
+    capture = request.config.pluginmanager.getplugin("capturemanager")
 
     def write(name: str, table: str, records: list[msgspec.Struct]) -> None:
         folder = base / "gate_quality"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{name}.md").write_text(table.rstrip() + "\n")
         write_lines(folder / f"{name}.jsonl", b"".join(msgspec.json.encode(record) + b"\n" for record in records))
-        reporter.write_line("")
-        for line in table.splitlines():
-            reporter.write_line(line)
+        with capture.global_and_fixture_disabled():
+            reporter.write_line(f"\n{table}")
 
     return write

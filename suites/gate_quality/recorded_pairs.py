@@ -139,11 +139,11 @@ def measured(
     out_of_time: Callable[[], bool] = lambda: False,
 ) -> Measurement:  # fmt: skip
     """What a policy of the gate makes of replayed pairs; with a plan, from so many starts."""
-    renewal = None if plan is None else CountedRestarts(sampler.start, long=plan, short=plan)
+    restarts = None if plan is None else CountedRestarts(sampler.start, long=plan, short=plan)
     return policy.measure(
         sampler, lambda samples: samples, precision=precision, confidence=CONFIDENCE,
         limit=TimeLimit(spent=lambda: 2.0 * (sampler.is_over() or out_of_time())),
-        report=lambda done, total, interval: None, renewal=renewal,
+        report=lambda done, total, interval: None, process_restart=restarts,
     )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""The round of kernels that screening's throughput is measured with: hand-made stages and experts of six workloads."""
+"""The rounds of kernels that screenings are measured with: on a GPU hand-made stages and experts of six workloads, on a
+CPU the last states of the walked lineages."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from on_gpu import ROOT
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.library.experts import find_experts
-from pytest_klineage.lab.library.lineages import HAND_MADE, load_lineage
+from pytest_klineage.lab.library.lineages import FOLDER, HAND_MADE, load_lineage
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource, Verdict, from_plain
 
@@ -20,7 +21,9 @@ WORKLOADS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """Names, with the options of their published case."""
 EACH = 10
-"""Kernels of a workload."""
+"""Kernels of a workload on a GPU."""
+LAST = 4
+"""Kernels of a workload on a CPU: the last states of its lineage, since earlier ones take seconds a call."""
 ANY_SPEED = 1e-4
 
 
@@ -38,11 +41,28 @@ class Screened(NamedTuple):
 def the_round(platform: str) -> Iterator[Screened]:
     """All kernels of the round, workload by workload. Raises UsageError where nothing is recorded for a platform."""
     best = recorded_best(platform)
-    for workload, options in WORKLOADS.items():
+    for workload, options in workloads(platform).items():
         operator = workload.partition("-")[0]
-        case = msgspec.structs.replace(paper_case(operator, "gpu"), options=options, at_least=ANY_SPEED)
-        for source, platforms in spread(stages(operator, platform), EACH):
+        if platform == "cpu":
+            case, taken = paper_case(operator, "cpu"), walked(operator)[-LAST:]
+        else:
+            case, taken = paper_case(operator, "gpu"), spread(stages(operator, platform), EACH)
+        case = msgspec.structs.replace(case, options={**case.options, **options}, at_least=ANY_SPEED)
+        for source, platforms in taken:
             yield Screened(workload, case, source, platforms, best[workload])
+
+
+def workloads(platform: str) -> dict[str, dict[str, object]]:
+    """Those of a platform; a CPU has one layout of the convolution."""
+    return {name: options for name, options in WORKLOADS.items() if platform != "cpu" or not options}
+
+
+def walked(operator: str) -> list[tuple[KernelSource, tuple[str, ...]]]:
+    """The states of an operator's lineage on a CPU, naive first. Raises UsageError for none."""
+    for expert in find_experts(ROOT / "experts", "cpu"):
+        if expert.operator == operator and (expert.directory / FOLDER).is_dir():
+            return [(source, ("cpu",)) for source in load_lineage(expert.directory / FOLDER).sources]
+    raise UsageError(f"experts/{operator} has no lineage for a CPU")
 
 
 def stages(operator: str, platform: str) -> list[tuple[KernelSource, tuple[str, ...]]]:

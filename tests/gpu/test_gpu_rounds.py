@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import msgspec
 import pytest
+import recorded_pairs
 import screened_round
 import test_cut as cut
-import test_gpu_screening_stages as stages
 import test_gpu_throughput as throughput
+import test_screening_stages as stages
 
 from pytest_klineage.gate.context import Progress
+from pytest_klineage.gate.timing.restarts import RestartPlan
 from pytest_klineage.surfaces import surface_backend
 
 
@@ -77,13 +80,25 @@ def test_seconds_of_a_screening_are_put_down_to_its_stages(monkeypatch: pytest.M
     assert clock.seconds() == {"before": 1.0, "build": 2.0, "start: reference": 0.5, "time": 0.5, "attribution": 5.0}
 
 
-def test_the_table_of_stages_has_a_row_for_each_workload() -> None:
+@pytest.mark.parametrize("platform", ["cpu", "sm90"])
+def test_the_table_of_stages_has_a_row_for_each_workload(platform: str) -> None:
     rows = [
         stages.StageSeconds(
             workload=one.workload, kernel="k", cold=cold, code="slower.slower", seconds={"build": 0.25, "time": 1.0},
             machine="NVIDIA H200", judged_at="now",
         )
-        for one, cold in stages.taken_of("sm90")
+        for one, cold in stages.taken_of(platform)
     ]  # fmt: skip
-    table = stages.report_of(rows, "sm90")
-    assert [f"| {name} | 0.25 | 1.00 | 1.25 | 1.25 |" in table for name in screened_round.WORKLOADS] == [True] * 6
+    table = stages.report_of(rows, platform)
+    assert all(f"| {name} | 0.25 | 1.00 | 1.25 | 1.25 |" in table for name in screened_round.workloads(platform))
+    assert f"All {sum(not row.cold for row in rows)} warm ones" in table
+    assert ": 48.0 a minute" in table
+
+
+def test_replays_hand_recorded_pairs_to_the_gates_own_policy() -> None:
+    """Without a GPU: three starts of six equal pairs are precise, whatever is drawn."""
+    plan = RestartPlan(starts=3, pairs=6, most=8)
+    start = [(2.0, 1.0)] * 6
+    found = recorded_pairs.under(recorded_pairs.Design(plan=plan, precision=0.01), [start], random.Random(1))
+    assert (found.stopped, len(found.samples.starts), len(found.samples.candidate)) == ("precise", 3, 18)
+    assert found.interval.estimate == pytest.approx(2.0)

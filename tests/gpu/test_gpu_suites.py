@@ -194,8 +194,10 @@ def test_the_table_of_verdict_times_has_its_targets() -> None:
         half_widths=(0.01, 0.02, 0.01), codes=("accepted.faster",), machine="NVIDIA H200", judged_at="now",
     )  # fmt: skip
     table = verdict_time.report_of(figures, "sm90")
-    assert "| a warm verdict, median (largest) | 2.50 s (3.00 s) | 5 s |" in table
-    assert "| beside them | 1.50 s (2.00 s) | 3 s |" in table
+    assert "| a warm verdict, median (largest) | 2.50 s (3.00 s) | 4 s |" in table
+    assert "| of these inside of the timed blocks | 1.00 s (1.00 s) | 2.5 s |" in table
+    assert "| beside them | 1.50 s (2.00 s) | 1.5 s |" in table
+    assert "| half-width of the interval | +-1.00 % | 0.5 % |" in table
 
 
 @pytest.mark.parametrize("name", on_gpu.OPERATORS)

@@ -10,11 +10,12 @@ import msgspec
 
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.gate import findings
-from pytest_klineage.gate.context import CALL_SLACK_S, JudgementContext
+from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.host.hosts import DeviceMonitor, Environment
 from pytest_klineage.gate.host.locks import machine_lock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
+from pytest_klineage.gate.supervise import CALL_SLACK_S
 from pytest_klineage.gate.timing import stability
 from pytest_klineage.gate.timing.policy import POLICIES, Measurement, Paired, Samples, TimeLimit, screening
 from pytest_klineage.gate.timing.restarts import restart_policy_for
@@ -38,6 +39,7 @@ class TimedStage:
         decisive: Reason | None = None
         for name in (self.context.settings.policy, *self.context.settings.also_policies):
             host = self.context.gate.host
+            self.context.gate.report("time", name)
             with machine_lock(host.lock, alone=True), closing(host.monitor()) as self.monitor:
                 started = time.monotonic()
                 outcome = self._measure(name, opened)
@@ -214,7 +216,9 @@ class TimedStage:
             return
         self.context.gate.report("time", "naming the kernels that were executed")
         with machine_lock(self.context.gate.host.lock, alone=True):
-            self.context.kernels["reference"] = self._profile("reference").kernels
+            self.context.kernels["reference"] = self.context.named_before()
+            if not self.context.kernels["reference"]:
+                self.context.name_reference(self._profile("reference").kernels)
             if self.context.reference_source is None and not self.context.kernels["reference"]:
                 raise HarnessError(
                     "the device's tracing shows no kernel of the reference either; end other profilers, and look "

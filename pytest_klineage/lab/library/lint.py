@@ -83,6 +83,8 @@ class LintRule(StrEnum):
     """A speedup without a span, or a span of transitions that are not neighbours."""
     EFFECT_REFUSED = "effect.refused"
     """The speedup of a step that was timed on a busy machine or with unstable times, and not again."""
+    EFFECT_OUTDATED = "effect.outdated"
+    """Another speedup than its one step has now, which was timed again: `cards lint --update-effects` takes that."""
     RISK_MISSING = "risk.missing"
     """No risk is known."""
     RISK_EVIDENCE = "risk.evidence"
@@ -103,7 +105,10 @@ class LintRule(StrEnum):
     """A success with a reason code of a kernel that was not accepted."""
 
 
-WARNINGS = frozenset({LintRule.EFFECT_UNMEASURED, LintRule.EFFECT_REFUSED, LintRule.RISK_MISSING, LintRule.CANDIDATE})
+WARNINGS = frozenset({
+    LintRule.EFFECT_UNMEASURED, LintRule.EFFECT_REFUSED, LintRule.EFFECT_OUTDATED, LintRule.RISK_MISSING,
+    LintRule.CANDIDATE,
+})  # fmt: skip
 """Rules that a good card may break; evidence is asked of a candidate as a warning, too."""
 
 
@@ -249,6 +254,17 @@ def _evidence(card: SkillCard, lineages: Mapping[str, Lineage]) -> Iterator[tupl
             yield LintRule.ORIGIN_UNKNOWN, f"no origin is {lineage.case.id} on {lineage.name}, which is cited"
 
 
+def with_effect_of_step(card: SkillCard, lineages: Mapping[str, Lineage]) -> SkillCard:
+    """The card with the speedup that its step has in a lineage, where it was measured over one step alone."""
+    found = [
+        step.effect for lineage in lineages.values() for step in lineage.transitions
+        if (step.digest,) == card.effect.span and step.effect is not None
+    ]  # fmt: skip
+    if not found:
+        return card
+    return msgspec.structs.replace(card, effect=msgspec.structs.replace(card.effect, speedup=found[0]))
+
+
 def _comes_from(origin: Context, lineage: Lineage) -> bool:
     key = (origin.operator, origin.shape, origin.surface, platform_or_same(origin.platform))
     return key == (lineage.operator, lineage.case.shape, lineage.surface, lineage.platform)
@@ -266,6 +282,8 @@ def _effect_and_risks(card: SkillCard, lineages: Mapping[str, Lineage]) -> Itera
     steps = {step.digest: step for lineage in lineages.values() for step in lineage.transitions}
     if card.effect.speedup is not None and any(digest in steps and steps[digest].effect is None for digest in span):
         yield LintRule.EFFECT_REFUSED, "its speedup is of a disturbed timing: time the step again, and lift it"
+    if with_effect_of_step(card, lineages) != card:
+        yield LintRule.EFFECT_OUTDATED, "its speedup is not that of its step, which was timed again"
     if not card.risks:
         yield LintRule.RISK_MISSING, "no risk is known"
     digests = {digest for chain in chains for digest in chain}

@@ -284,8 +284,7 @@ class _Run:
     def _write(self, seen: Observation, message: VerdictMessage) -> None:
         """Put a verdict into the trajectory, unless it stands there."""
         digest = message.verdict.source_digest
-        known = not self._is_replay and digest in self._recording.messages
-        if known and self.session.recall_verdict(digest) is not None:
+        if self.session.recall_verdict(digest) is not None:
             return
         # The whole one first: a Judged line never stands without it.
         self.session.record(Noted(topic=VERDICT_TOPIC, text=to_json(message).decode()))

@@ -336,3 +336,28 @@ class TestResolvedEdges:
         samples = Samples(reference=[4.0], reference_wall=[5.0], candidate=[1.5], candidate_wall=[3.0], one_block=True)
         assert findings.resolved_reason(ACCEPTED, samples, line=2.0) is ACCEPTED
         assert findings.resolved_reason(ACCEPTED, samples, line=2.001) is not ACCEPTED
+
+
+FRAMES = """Traceback (most recent call last):
+  File "/opt/x/pytest_klineage/worker/runtime.py", line 10, in load
+    call()
+  File "/home/me/refs.py", line 7, in fast
+    return helper(a)
+   File "/home/me/lib/helper.py", line 31, in helper
+    raise
+  File "/opt/x/pytest_klineage/operators/base.py", line 5, in run
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (FRAMES + "ValueError: no rows\n", "helper.py:31: ValueError: no rows"),
+        (FRAMES + "pytest_klineage.errors.UsageError: y has 3 rows \n\n", "helper.py:31: y has 3 rows"),
+        ("ValueError: no rows", "ValueError: no rows"),
+        ('  File "/opt/x/pytest_klineage/a.py", line 1, in f\nKeyError: 1', "KeyError: 1"),
+    ],
+)
+def test_a_users_failure_is_at_their_own_last_line(text: str, said: str) -> None:
+    assert findings.raised_at(text) == said

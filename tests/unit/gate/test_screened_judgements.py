@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from pytest_klineage.errors import UsageError
+from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.gate import Gate
+from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.settings import GateSettings
-from pytest_klineage.records import Code, KernelCase, KernelSource
+from pytest_klineage.records import Code, KernelCase, KernelSource, KernelTime
 from pytest_klineage.references.functions import named_file
 from pytest_klineage.report.tables import speedup_text
 
@@ -74,3 +77,81 @@ def test_a_wrong_kernel_is_not_screened(gate: Gate, case: Case, cpp: Cpp) -> Non
 def test_a_fixed_count_cannot_screen(case: Case, cpp: Cpp) -> None:
     with Gate("cpu", GateSettings(policy="paper")) as gate, pytest.raises(UsageError, match="screening needs paired"):
         gate.judge(case(), cpp(), screen_against=1.0)
+
+
+def kept(gate: Gate) -> int | None:
+    """The process of the reference that is kept for the next screening."""
+    found = gate._context.shared._kept
+    return None if found is None else found.worker.id
+
+
+def test_screenings_of_a_case_share_a_reference(gate: Gate, case: Case, cpp: Cpp) -> None:
+    """Whatever their kernels do: only the candidate is a new process."""
+    gate.judge(case(), cpp(), screen_against=1e6)
+    first = kept(gate)
+    assert first is not None
+    for changed, code in (
+        ({"after": "cp[0] += 1;"}, Code.MISMATCH), ({"after": "abort();"}, Code.CRASH), ({"after": "x"}, Code.COMPILE),
+    ):  # fmt: skip
+        assert gate.judge(case(), cpp(**changed), screen_against=1e6).code is code
+        assert kept(gate) == first
+    assert gate.judge(case(), cpp(), screen_against=1e6).ranked
+    assert kept(gate) == first
+
+
+@pytest.mark.parametrize("why", ["a full judgement", "another case", "a kernel for a reference"])
+def test_a_shared_reference_ends_before_others_start(gate: Gate, case: Case, cpp: Cpp, why: str) -> None:
+    gate.judge(case(), cpp(), screen_against=1e6)
+    process = kept(gate)
+    assert process is not None
+    other = msgspec.structs.replace(case(), shape={"M": 8, "N": 8, "K": 8}) if why == "another case" else case()
+    screened = None if why == "a full judgement" else 1e6
+    stands_in = cpp(before="rows = rows + 0;") if why == "a kernel for a reference" else None
+    assert gate.judge(other, cpp(), screen_against=screened, reference_source=stands_in).ranked
+    assert kept(gate) != process
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+def test_a_closed_gate_keeps_nothing(case: Case, cpp: Cpp, tmp_path: Path) -> None:
+    settings = GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, cache_dir=tmp_path)
+    with Gate("cpu", settings) as gate:
+        gate.judge(case(), cpp(), screen_against=1e6)
+        process, found = kept(gate), gate._context.shared._kept
+        assert process is not None
+        assert found is not None
+        gate.close()
+        assert kept(gate) is None
+        assert not Path(found.worker.workdir).exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+        assert gate.judge(case(), cpp(), screen_against=1e6).ranked
+
+
+def test_a_shared_reference_that_died_costs_one_judgement(gate: Gate, case: Case, cpp: Cpp) -> None:
+    """It is our fault and no verdict; the next judgement starts another."""
+    gate.judge(case(), cpp(), screen_against=1e6)
+    process = kept(gate)
+    assert process is not None
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(HarnessError):
+        gate.judge(case(), cpp(), screen_against=1e6)
+    assert kept(gate) is None
+    assert gate.judge(case(), cpp(), screen_against=1e6).ranked
+
+
+def test_a_reference_is_traced_once_for_screenings(gate: Gate, case: Case, cpp: Cpp) -> None:
+    """Without a GPU: its kernels' names are those of the variant that is screened against, and of that case."""
+    executed = (KernelTime(name="k", calls=1, total_ns=5),)
+    first = JudgementContext(gate._context, case(), cpp(), None, screen_against=1.0)
+    first.reference_facts = {"variant": "a"}
+    assert first.named_before() == ()
+    first.name_reference(executed)
+    assert first.reference_traced
+    other = msgspec.structs.replace(case(), shape={"M": 8, "N": 8, "K": 8})
+    for asked, variant, against, known in (
+        (case(), "a", 1.0, executed), (case(), "b", 1.0, ()), (other, "a", 1.0, ()), (case(), "a", None, ()),
+    ):  # fmt: skip
+        again = JudgementContext(gate._context, asked, cpp(), None, screen_against=against)
+        again.reference_facts = {"variant": variant}
+        assert again.named_before() == known

@@ -11,20 +11,24 @@ import msgspec
 import pytest
 
 from pytest_klineage.gate import Gate, GateSettings
-from pytest_klineage.lab.induction.lineage_store import trajectory_settings
+from pytest_klineage.lab.induction.lineage_store import induce, trajectory_settings
 from pytest_klineage.lab.induction.verdicts import Judge
 from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
+from pytest_klineage.lab.library.lineages import StoredLineage
 from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.conversation import Conversation
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import (
+    Code,
     Interval,
     KernelCase,
     KernelSource,
+    Reason,
     SourceFile,
     StopReason,
     Surface,
+    Timing,
     Usage,
     Verdict,
 )
@@ -128,6 +132,19 @@ def words() -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.fixture
+def good(words: dict[str, Any]) -> list[str]:
+    """A whole walk: threads, blocking, done, and an audit that agrees."""
+    return [
+        words["proposal"]("block_parallel", words["blocked"]),
+        words["whole"](words["expert"]),
+        words["proposal"]("cache_block", words["naive"]),
+        words["whole"](words["blocked"].replace("32", "16")),
+        words["done"],
+        words["nothing_left"],
+    ]
+
+
 @pytest.fixture(scope="session")
 def small_case() -> KernelCase:
     return make_case("gemm", (48, 64, 32), "fp32", "torch")
@@ -150,6 +167,25 @@ def real_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
             return known[key]
 
         yield judge
+
+
+@pytest.fixture(scope="session")
+def judge() -> Judge:
+    """Says of these kernels what the gate says, without running them: who begins a sum at 1 is wrong."""
+
+    def say(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        wrong = "sum = 1.0" in source.files[0].text
+        code = Code.MISMATCH if wrong else Code.ACCEPTED_MEETS_TARGET
+        timing = Timing(
+            policy="paired", reference_ms=1.0, candidate_ms=1.0, speedup=Interval(1.0, 0.99, 1.02),
+            reference_samples_ms=(1.0,), candidate_samples_ms=(1.0,), warmup=1, flush_bytes=0, statistic="pretended",
+        )  # fmt: skip
+        return Verdict(
+            case=case, status=code.status, reasons=(Reason(code=code, message="pretended"),), label=source.label,
+            source_digest=source.digest, timing=None if wrong else timing, surface=source.surface.value,
+        )  # fmt: skip
+
+    return say
 
 
 def lenient(verdict: Verdict) -> Verdict:
@@ -178,3 +214,17 @@ def begin(tmp_path: Path, origin: WalkOrigin) -> Callable[..., Session]:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def walk(
+    tmp_path: Path, origin: WalkOrigin, begin: Callable[..., Session], judge: Judge, words: dict[str, Any]
+) -> Callable[..., tuple[StoredLineage, Any]]:
+    """Walks with these replies; gives what was kept, and the model with what it was asked."""
+
+    def run(*script: Any, limit_usd: float = 10.0, settings: WalkSettings | None = None) -> tuple[StoredLineage, Any]:
+        backend = words["scripted"](*script)
+        with begin(backend, limit_usd=limit_usd, settings=settings) as session:
+            return induce(origin, session, judge, tmp_path / "lineage"), backend
+
+    return run

@@ -1,8 +1,7 @@
-"""The walk backward with scripted models and the real gate: what is taken, refused, ended, resumed and replayed."""
+"""The walk backward with scripted models and a pretended gate: what is taken, refused, ended, resumed and replayed."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from pytest_klineage import __version__
 from pytest_klineage.errors import BadRecord, UsageError
-from pytest_klineage.lab.induction import deoptimize, rederive
 from pytest_klineage.lab.induction.lineage_store import TRAJECTORY_FILE, induce, replay
+from pytest_klineage.lab.induction.prompts import filled
+from pytest_klineage.lab.induction.rederive import FORWARD_RULE
 from pytest_klineage.lab.induction.verdicts import VERDICTS_FILE, Judge
-from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
-from pytest_klineage.lab.library.lineages import StoredLineage, load_lineage, problems_of
-from pytest_klineage.lab.llm.conversation import PROMPT_SET
+from pytest_klineage.lab.induction.walk import EFFECT_RULE, LEAST, WalkOrigin, WalkSettings
+from pytest_klineage.lab.library.lineages import load_lineage, problems_of
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.records import (
     Category,
     Code,
@@ -32,37 +33,8 @@ from pytest_klineage.records import (
 )
 from pytest_klineage.records.lineage import inverse
 
-ROOT = Path(__file__).parents[4]
-SHIPPED = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("experts/*/*/lineage/lineage.json"))
 Begin = Callable[..., Session]
 Words = dict[str, Any]
-
-
-@pytest.fixture
-def good(words: Words) -> list[str]:
-    """A whole walk: threads, blocking, done, and an audit that agrees."""
-    return [
-        words["proposal"]("block_parallel", words["blocked"]),
-        words["whole"](words["expert"]),
-        words["proposal"]("cache_block", words["naive"]),
-        words["whole"](words["blocked"].replace("32", "16")),
-        words["done"],
-        words["nothing_left"],
-    ]
-
-
-@pytest.fixture
-def walk(
-    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, words: Words
-) -> Callable[..., tuple[StoredLineage, Any]]:
-    """Walks with these replies; gives what was kept, and the model with what it was asked."""
-
-    def run(*script: Any, limit_usd: float = 10.0, settings: WalkSettings | None = None) -> tuple[StoredLineage, Any]:
-        backend = words["scripted"](*script)
-        with begin(backend, limit_usd=limit_usd, settings=settings) as session:
-            return induce(origin, session, real_judge, tmp_path / "lineage"), backend
-
-    return run
 
 
 def test_a_whole_walk_is_a_lineage_from_naive_to_expert(walk: Any, good: list[str], words: Words) -> None:
@@ -101,6 +73,9 @@ def test_the_rederiver_never_sees_the_faster_kernel(walk: Any, good: list[str]) 
     assert "j0" not in forward[1].turns[0].text
     assert "It makes it fast." in forward[1].turns[0].text
     assert all(asked.prefix.context == ("The contract.",) for asked in model.asked)
+    assert "`block_parallel` in run" in model.asked[2].turns[0].text  # what was taken out before
+    closed_list = [filled("categories") in asked.prefix.system for asked in model.asked]
+    assert closed_list == [True, False, True, False, True, True]
 
 
 def test_edits_do_what_a_whole_file_does(walk: Any, good: list[str], words: Words) -> None:
@@ -140,16 +115,19 @@ def test_a_wrong_re_derivation_is_repaired_in_its_chat(walk: Any, good: list[str
 def test_a_step_that_cannot_be_rederived_is_refused(walk: Any, good: list[str], words: Words) -> None:
     settings = WalkSettings(max_repairs=1)
     stored, model = walk(good[0], "I cannot.", "Really not.", *good, settings=settings)
-    kinds = [rejection.forward for rejection in stored.lineage.transitions[-1].rejected]
-    assert kinds == [True, True, False]
-    assert "could not bring the speed back" in model.asked[3].turns[-1].text
+    rejected = stored.lineage.transitions[-1].rejected
+    assert [rejection.forward for rejection in rejected] == [True, True, False]
+    assert rejected[-1].verdict is not None
+    assert "could not bring the speed back" in rejected[-1].reason
+    # It was right: there is no verdict that would help.
+    assert model.asked[3].turns[-1].text == filled("deoptimize-refused", reason=rejected[-1].reason, feedback="")
 
 
 def test_a_slow_re_derivation_is_refused_by_its_upper_bound(
-    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, good: list[str], words: Words
 ) -> None:
-    def judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
-        verdict = real_judge(case, source, against)
+    def slow_judge(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        verdict = judge(case, source, against)
         if "16" not in source.files[0].text or verdict.timing is None:
             return verdict
         slow = msgspec.structs.replace(verdict.timing, speedup=Interval(0.97, 0.95, 0.989))
@@ -157,7 +135,7 @@ def test_a_slow_re_derivation_is_refused_by_its_upper_bound(
 
     script = [*good[:4], words["whole"](words["blocked"]), *good[4:]]
     with begin(words["scripted"](*script)) as session:
-        stored = induce(origin, session, judge, tmp_path / "lineage")
+        stored = induce(origin, session, slow_judge, tmp_path / "lineage")
     refused = stored.lineage.transitions[0].rejected
     assert [rejection.forward for rejection in refused] == [True]
     assert stored.lineage.transitions[0].rederived is None
@@ -220,11 +198,12 @@ def test_done_too_early_goes_on_when_the_audit_sees_more(walk: Any, good: list[s
 
 
 def test_done_twice_against_the_audit_is_not_naive(walk: Any, good: list[str]) -> None:
-    left = '{"remaining": [{"category": "cache_block", "locus": "the loops", "why": "they are blocked"}]}'
+    each = '{"category": "%s", "locus": "the loops", "why": "they are %s"}'
+    left = f'{{"remaining": [{each % ("cache_block", "blocked")}, {each % ("simd", "vectors")}]}}'
     done = '{"done": true, "reason": "it is plain"}'
     stored, _ = walk(*good[:2], done, left, done, left)
     assert stored.lineage.termination is Termination.MODEL_STOPPED
-    assert "they are blocked" in stored.lineage.termination_reason
+    assert "they are blocked; simd in the loops" in stored.lineage.termination_reason
     assert stored.lineage.states[0].name == "start"
 
 
@@ -245,8 +224,9 @@ def test_an_audit_that_cannot_be_read_has_not_agreed(walk: Any, good: list[str])
 def test_a_limit_never_means_naive(
     walk: Any, good: list[str], settings: WalkSettings, replies: int, expected: Termination
 ) -> None:
-    stored, _ = walk(*good[:replies], "no", "no", settings=settings)
+    stored, model = walk(*good[:replies], "no", "no", settings=settings)
     assert stored.lineage.termination is expected
+    assert len(model.asked) == 2
     assert not stored.lineage.complete
 
 
@@ -269,20 +249,20 @@ def test_a_budget_that_ends_within_a_step_keeps_what_was_refused(walk: Any, good
 
 
 def test_a_walk_goes_on_where_it_was_ended(
-    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, good: list[str], words: Words
 ) -> None:
     judged: list[str] = []
 
     def counting(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
         judged.append(source.digest)
-        return real_judge(case, source, against)
+        return judge(case, source, against)
 
     for position in range(1, len(good)):
         folder, file = tmp_path / f"lineage-{position}", tmp_path / "walk.jsonl"
         failing = BackendFailed(Failure.OVERLOADED, "busy", billed=False)
         with begin(words["scripted"](*good[:position], failing)) as session:
-            cut = induce(origin, session, real_judge, folder)
-        assert cut.lineage.termination is Termination.INTERRUPTED
+            cut = induce(origin, session, judge, folder)
+        assert (cut.lineage.termination, cut.lineage.termination_reason) == (Termination.INTERRUPTED, str(failing))
         judged.clear()
         backend = words["scripted"](*good[position:])
         with Session.resume(file, backend) as session:
@@ -296,19 +276,19 @@ def test_a_walk_goes_on_where_it_was_ended(
 
 
 def test_a_replay_tells_recorded_verdicts_and_compares_todays(
-    walk: Any, good: list[str], real_judge: Judge, words: Words
+    walk: Any, good: list[str], judge: Judge, words: Words
 ) -> None:
     wrong = words["proposal"]("block_parallel", words["blocked"].replace("sum = 0.0", "sum = 1.0"))
     stored, _ = walk(wrong, *good)
     before = (stored.directory / TRAJECTORY_FILE).read_bytes()
-    again = replay(stored.directory, real_judge)
+    again = replay(stored.directory, judge)
     assert again.differences == ()
     assert len(again.rejudged) == 6
     assert all(pair.agrees for pair in again.rejudged)
     assert (stored.directory / TRAJECTORY_FILE).read_bytes() == before
 
     def broken(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
-        verdict = real_judge(case, source, against)
+        verdict = judge(case, source, against)
         return msgspec.structs.replace(verdict, status=Status.WRONG_VALUE)
 
     assert not all(pair.agrees for pair in replay(stored.directory, broken).rejudged)
@@ -329,46 +309,91 @@ def test_a_replay_refuses_other_words_and_other_verdicts(walk: Any, good: list[s
         replay(stored.directory, None)
 
 
-@pytest.mark.parametrize("directory", SHIPPED, ids=str)
-def test_shipped_lineages_replay_word_by_word(directory: Path) -> None:
-    """Where this fails after words of prompts have changed, `lab.llm.conversation.PROMPT_SET` must be raised."""
-    assert replay(ROOT / directory, None).differences == ()
-
-
-@pytest.mark.parametrize("directory", SHIPPED, ids=str)
-def test_shipped_lineages_replay_with_other_words(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copy = shutil.copytree(ROOT / directory, tmp_path / "lineage")
-    for module in (deoptimize, rederive):
-        monkeypatch.setattr(module, "filled", lambda name, **values: f"{name} in plain words")
-    monkeypatch.setattr(rederive, "shortfall", lambda verdict, old=rederive.shortfall: old(verdict) and "too slow")
-    with pytest.raises(TrajectoryMismatch, match="another prompt"):
-        replay(copy, None)
-    trajectory = copy / TRAJECTORY_FILE
-    head, _, rest = trajectory.read_bytes().partition(b"\n")
-    line = msgspec.json.decode(head)
-    line["event"]["prompt_set"] = PROMPT_SET - 1
-    trajectory.write_bytes(msgspec.json.encode(line) + b"\n" + rest)
-    assert replay(copy, None).differences == ()
-
-
 def test_an_expert_that_is_wrong_here_is_said_so(
-    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, words: Words
 ) -> None:
     wrong = words["kernel"](words["expert"].replace("sum = 0.0", "sum = 1.0"))
     with (
         begin(words["scripted"]()) as session,
         pytest.raises(UsageError, match="the expert gemm/cpu-cpp is not right here"),
     ):
-        induce(msgspec.structs.replace(origin, source=wrong), session, real_judge, tmp_path / "lineage")
+        induce(msgspec.structs.replace(origin, source=wrong), session, judge, tmp_path / "lineage")
+
+
+def test_an_unreadable_reply_is_a_refused_proposal(walk: Any, good: list[str]) -> None:
+    stored, model = walk("no", *good, settings=WalkSettings(max_misread=1))
+    assert stored.lineage.complete
+    assert "the reply cannot be used: " in model.asked[1].turns[-1].text
+    assert "no ```json block" in model.asked[1].turns[-1].text
+
+
+def test_every_state_is_judged_beside_the_faster_one(
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, good: list[str], words: Words
+) -> None:
+    """A state must be right, however slow."""
+    asked: list[tuple[float, str, str]] = []
+
+    def noting(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        asked.append((case.at_least, source.files[0].text, against.files[0].text if against is not None else ""))
+        return judge(case, source, against)
+
+    with begin(words["scripted"](*good)) as session:
+        induce(origin, session, noting, tmp_path / "lineage")
+    expert, blocked, naive = words["expert"], words["blocked"], words["naive"]
+    assert {at_least for at_least, _, _ in asked} == {LEAST}
+    assert [kernels for _, *kernels in asked] == [
+        [expert, ""], [blocked, expert], [expert, expert], [naive, blocked], [blocked.replace("32", "16"), blocked],
+    ]  # fmt: skip
+
+
+def test_a_state_without_a_timing_is_refused(
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, good: list[str], words: Words
+) -> None:
+    """Its effect is not known."""
+
+    def untimed(case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
+        verdict = judge(case, source, against)
+        return msgspec.structs.replace(verdict, timing=None) if "// untimed" in source.files[0].text else verdict
+
+    sly = words["proposal"]("block_parallel", words["blocked"] + "// untimed\n")
+    with begin(words["scripted"](sly, *good)) as session:
+        stored = induce(origin, session, untimed, tmp_path / "lineage")
+    assert [refused.code for refused in stored.lineage.transitions[-1].rejected] == [Code.ACCEPTED_MEETS_TARGET]
+
+
+@pytest.mark.parametrize(("estimated", "cost"), [(False, "0.0600"), (True, "0.0600 (estimated)")])
+def test_a_lineage_says_where_it_is_from(
+    walk: Any, good: list[str], origin: WalkOrigin, words: Words, estimated: bool, cost: str
+) -> None:
+    first = words["said"](good[0])
+    first = msgspec.structs.replace(first, usage=msgspec.structs.replace(first.usage, estimated=estimated))
+    stored, _ = walk(first, *good[1:])
+    assert stored.lineage.provenance == {
+        "expert": "gemm/cpu-cpp", "expert_digest": origin.source.digest, "model": "toy", "backend": "scripted",
+        "pytest_klineage": __version__, "cost_usd": cost, "effect": EFFECT_RULE, "forward": FORWARD_RULE,
+    }  # fmt: skip
+    assert [source.label for source in stored.sources] == [state.name for state in stored.lineage.states]
 
 
 def test_progress_says_step_and_dollars(
-    tmp_path: Path, origin: WalkOrigin, begin: Begin, real_judge: Judge, good: list[str], words: Words
+    tmp_path: Path, origin: WalkOrigin, begin: Begin, judge: Judge, good: list[str], words: Words
 ) -> None:
+    """Long words are cut."""
     said: list[str] = []
+    good[0] = words["proposal"]("block_parallel", words["blocked"], locus="r" * 80)
+    good[4] = f'{{"done": true, "reason": "{"n" * 120}"}}'
     with begin(words["scripted"](*good)) as session:
-        induce(origin, session, real_judge, tmp_path / "lineage", report=said.append)
-    assert "step 1: judging the expert ($0.00 of $10)" in said
-    assert any(line.startswith("step 2: re-deriving cache_block: run ($0.03") for line in said)
+        stored = induce(origin, session, judge, tmp_path / "lineage", report=said.append)
+    assert said == [
+        "step 1: judging the expert ($0.00 of $10)",
+        "step 1: asking for a simplification, 1 of 5 ($0.00 of $10)",
+        f"step 1: gating block_parallel: {'r' * 57}... ($0.01 of $10)",
+        f"step 1: re-deriving block_parallel: {'r' * 57}... ($0.01 of $10)",
+        "step 2: asking for a simplification, 1 of 5 ($0.02 of $10)",
+        "step 2: gating cache_block: run ($0.03 of $10)",
+        "step 2: re-deriving cache_block: run ($0.03 of $10)",
+        "step 3: asking for a simplification, 1 of 5 ($0.04 of $10)",
+        f"step 3: ended: naive_reached: {'n' * 97}... ($0.06 of $10)",
+    ]
+    (stopped,) = (line.event for line in read_trajectory(stored.directory / TRAJECTORY_FILE)[0][-1:])
+    assert (stopped.reason, stopped.message) == ("naive_reached", "n" * 120)

@@ -7,11 +7,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pytest_klineage.cli.cards import add_cards
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.lab.library.cards import write_card
+from pytest_klineage.lab.library.cards import read_card, write_card
 from pytest_klineage.lab.library.lineages import save_lineage
 from pytest_klineage.lab.library.rendering import prompt_text
 from pytest_klineage.records import (
@@ -20,6 +21,7 @@ from pytest_klineage.records import (
     CarrierKind,
     Category,
     Effect,
+    Interval,
     KernelSource,
     Lineage,
     SkillCard,
@@ -146,6 +148,17 @@ def test_lint_looks_for_evidence_in_the_given_folder(run: Run, house: Path) -> N
     assert status == 1
     assert "evidence.unknown: there is no lineage 'gemm/cpu-cpp'" in output
     assert run("lint", "gemm-simd", "--experts", "elsewhere")[0] == 0
+
+
+def test_cards_get_the_speedups_of_steps_that_were_timed_again(run: Run, house: Path, make_card: MakeCard) -> None:
+    good = make_card()
+    old = msgspec.structs.replace(good, effect=msgspec.structs.replace(good.effect, speedup=Interval(7.0, 6.0, 8.0)))
+    write_card(house / "skills", old)
+    assert "gemm-simd: warning: effect.outdated" in run("lint", "gemm-simd")[1]
+    status, output = run("lint", "gemm-simd", "--update-effects")
+    assert (status, output.splitlines()[-1]) == (0, "1 card: 0 errors, 0 warnings")
+    assert output.startswith("gemm-simd: 7x [6, 8], now 1.5x ")
+    assert read_card(house / "skills" / "gemm-simd") == good
 
 
 def test_findings_are_wrapped(run: Run, house: Path, make_card: MakeCard) -> None:

@@ -13,7 +13,15 @@ import pytest
 
 from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.lab.library.lineages import find_lineages, save_lineage
-from pytest_klineage.lab.library.lint import WARNINGS, LintFinding, LintRule, known_lineages, lint_card, lint_folder
+from pytest_klineage.lab.library.lint import (
+    WARNINGS,
+    LintFinding,
+    LintRule,
+    known_lineages,
+    lint_card,
+    lint_folder,
+    with_effect_of_step,
+)
 from pytest_klineage.records import (
     CardScope,
     CardStatus,
@@ -42,6 +50,7 @@ ELSEWHERE = {
     LintRule.ORIGIN_UNKNOWN,
     LintRule.HELD_OUT,
     LintRule.EFFECT_REFUSED,
+    LintRule.EFFECT_OUTDATED,
     LintRule.OUTCOME,
     LintRule.TOKENS,
     LintRule.REPEATS,
@@ -125,6 +134,18 @@ def test_an_effect_of_a_disturbed_timing_is_found(make_card: MakeCard, lineages:
     steps = tuple(msgspec.structs.replace(step, effect=None) for step in lineage.transitions)
     refused = {**lineages, name: msgspec.structs.replace(lineage, transitions=steps)}
     assert rules(lint_card(make_card(), refused)) == {LintRule.EFFECT_REFUSED}
+
+
+def test_an_effect_that_was_measured_again_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    (name, lineage), *_ = lineages.items()
+    again = Interval(9.0, 8.5, 9.5)
+    steps = tuple(msgspec.structs.replace(step, effect=again) for step in lineage.transitions)
+    retimed = {**lineages, name: msgspec.structs.replace(lineage, transitions=steps)}
+    found = lint_card(make_card(), retimed)
+    assert [(item.rule, item.warning) for item in found] == [(LintRule.EFFECT_OUTDATED, True)]
+    updated = with_effect_of_step(make_card(), retimed)
+    assert updated.effect.speedup == again
+    assert lint_card(updated, retimed) == []
 
 
 def test_missing_evidence_of_a_candidate_is_a_warning(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:

@@ -93,6 +93,13 @@ def test_the_nearest_of_each_dimension_are_in(simple: MakeCard) -> None:
     assert reason(found, "by-case") == "among the nearest 1 by case"
 
 
+def test_the_nearest_comes_before_equals_further_away(simple: MakeCard) -> None:
+    """Three cards are equally near behind one that is nearer: it is one of two."""
+    cards = [simple(name) for name in "abc"] + [simple("nearest", shape=dict(CASE.shape))]
+    by = {match.card.name: match.by for match in retrieve(cards, target(), k=2).matches}
+    assert [name for name, dimensions in by.items() if Dimension.CASE in dimensions] == ["nearest", "a"]
+
+
 def test_the_order_is_by_the_sum_and_then_by_name(simple: MakeCard) -> None:
     cards = [simple("b"), simple("a"), simple("near", shape=dict(CASE.shape)), simple("far", platform="sm120")]
     assert names(retrieve(cards, target())) == ["near", "a", "b", "far"]

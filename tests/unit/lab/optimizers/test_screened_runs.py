@@ -66,6 +66,13 @@ def test_only_what_seems_better_is_judged_in_full(
     assert [seen.speedup for seen in outcome.observations] == [0.5, 0.4, None, 0.8, None]
 
 
+def test_a_kernel_as_fast_as_the_best_is_not_judged_in_full(
+    task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
+) -> None:
+    run(task, begin(scripted([says("accepted.faster 0.5")])), judge, Screening(judge), 1)
+    assert judge.judged == ["// slower.than_required 0.5"]
+
+
 def test_a_full_judgement_overrules_a_screening(
     task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
 ) -> None:

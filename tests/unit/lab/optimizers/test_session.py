@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pytest_klineage.errors import UsageError, WorkerDied
+from pytest_klineage.errors import StoreError, UsageError, WorkerDied
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
@@ -30,6 +30,13 @@ def events(path: Path) -> list[Event]:
 
 def of_kind(path: Path, kind: type[Any]) -> list[Any]:
     return [event for event in events(path) if isinstance(event, kind)]
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
 
 
 class TestTheLoop:
@@ -93,6 +100,18 @@ class TestTheLoop:
         costs, bests = zip(*cost_curve(events(path)), strict=True)
         assert costs == pytest.approx((0, 0.01, 0.02))
         assert bests == (0.5, 0.5, 2.0)
+
+    def test_a_verdict_is_recorded_under_its_kernel(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, path: Path
+    ) -> None:
+        """Also where the judge has not said which kernel it is about."""
+
+        def forgetful(case: Any, source: Any) -> Any:
+            return msgspec.structs.replace(judge(case, source), source_digest="")
+
+        optimize(task, PLAIN, begin(scripted(["no code"])), forgetful, max_steps=1)
+        assert task.root is not None
+        assert [event.source_digest for event in of_kind(path, Judged)] == [task.root.digest]
 
     def test_progress_is_reported_after_every_step(
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
@@ -163,13 +182,41 @@ class TestTheEnd:
     def test_by_an_error_that_goes_on(
         self, error: BaseException, reason: str, task: Task, begin: Begin, judge: Any, scripted: Any, path: Path
     ) -> None:
-        def failing() -> None:
-            raise error
-
-        judge.before = failing
+        judge.before = raising(error)
         with pytest.raises(type(error)):
             optimize(task, PLAIN, begin(scripted([])), judge, max_steps=9)
         assert [event.reason for event in of_kind(path, Stopped)] == [reason]
+
+    def test_an_interruption_and_a_fault_are_explained(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, path: Path, tmp_path: Path
+    ) -> None:
+        """Of a fault the first line is kept."""
+        for error, at in ((KeyboardInterrupt(), path), (WorkerDied("gone\nits traceback"), tmp_path / "fault.jsonl")):
+            judge.before = raising(error)
+            with pytest.raises(type(error)):
+                optimize(task, PLAIN, begin(scripted([]), at=at), judge, max_steps=9)
+        assert of_kind(path, Stopped)[0].message
+        assert of_kind(tmp_path / "fault.jsonl", Stopped)[0].message == "gone"
+
+    def test_a_fault_outlives_a_full_disk(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The error that ended the run is raised, not that its end could not be written."""
+
+        def fail() -> None:
+            monkeypatch.setattr(Session, "record", lambda self, event: raising(StoreError("no space left"))())
+            raise WorkerDied("gone")
+
+        judge.before = fail
+        with pytest.raises(WorkerDied, match="gone"):
+            optimize(task, PLAIN, begin(scripted([])), judge, max_steps=9)
+
+    def test_without_a_right_kernel_no_target_is_reached(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
+    ) -> None:
+        session = begin(scripted([says("wrong_value.mismatch")]))
+        outcome = optimize(task, PLAIN, session, judge, max_steps=1, target_speedup=0.1, submit_root=False)
+        assert (outcome.stopped, outcome.best) == ("step_limit", None)
 
     def test_no_steps_are_no_run(self, task: Task, begin: Begin, judge: Any, scripted: Any) -> None:
         with pytest.raises(UsageError, match="max_steps must be 1 or more"):
@@ -213,6 +260,7 @@ class TestDoingItAgain:
 
         def today(case: Any, source: Any) -> Any:
             """Another machine: slower ones are faster there, and the wrong one crashes."""
+            assert case == task.case
             text = source.files[0].text.replace("slower.than_required 0.", "accepted.faster 1.")
             text = text.replace("wrong_value.mismatch", "runtime_error.crash")
             return judge(case, msgspec.structs.replace(source, files=(type(source.files[0])("kernel.cpp", text),)))
@@ -229,6 +277,16 @@ class TestDoingItAgain:
         quiet = begin(ReplayBackend(path), at=tmp_path / "quieter.jsonl")
         assert optimize(task, PLAIN, quiet, today, max_steps=3, rejudge=False).best_speedup == 2.0
         assert len(judge.judged) == before
+
+    def test_a_replay_that_was_cut_goes_on(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path, tmp_path: Path
+    ) -> None:
+        """No verdict is written twice."""
+        optimize(task, PLAIN, begin(scripted([says("accepted.faster 2")])), judge, max_steps=1)
+        at = tmp_path / "replay.jsonl"
+        for resume in (False, True):
+            optimize(task, PLAIN, begin(ReplayBackend(path), at=at, resume=resume), judge, max_steps=1)
+        assert [event.speedup for event in of_kind(at, Judged)] == [0.5, 2.0]
 
     def test_a_replay_shows_the_recorded_prefix(
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path, tmp_path: Path

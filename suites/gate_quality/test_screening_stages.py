@@ -1,8 +1,9 @@
-"""Where the seconds of a screening go on a GPU: by stage of a judgement, for two kernels of each workload, warm.
+"""Where the seconds of a screening go: by stage of a judgement, for some kernels of each workload, warm.
 
-pytest suites/gate_quality/test_gpu_screening_stages.py --platform sm90 --klineage-artifacts build/round/artifacts
+pytest suites/gate_quality/test_screening_stages.py --platform cpu
+pytest suites/gate_quality/test_screening_stages.py --platform sm90 --klineage-artifacts build/round/artifacts
 
-About a minute on an H200; see test_gpu_throughput.py for the artifacts.
+About a minute each; see test_gpu_throughput.py for the artifacts.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from itertools import pairwise
 from statistics import median
 
 import msgspec
-from on_gpu import gpu_platform, machine_of
-from screened_round import WORKLOADS, Screened, the_round
+from on_gpu import machine_of
+from screened_round import Screened, the_round, workloads
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.context import Progress
 
-TAKEN = (4, 4, 7)
-"""Places in a workload's chain: one kernel twice, the first time cold, and another."""
+ON_CPU, ON_GPU = (0, 0, 1, 2, 3), (4, 4, 7)
+"""Places in a workload's kernels: one twice, the first time cold, and others."""
 
 
 class StageSeconds(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,14 +66,16 @@ def report_of(rows: list[StageSeconds], platform: str) -> str:
     """The page with its table: medians of warm screenings by workload and stage."""
     warm = [row for row in rows if not row.cold]
     stages = list(dict.fromkeys(name for row in rows for name in row.seconds))
+    seconds = sum(sum(row.seconds.values()) for row in warm)
     lines = [
         f"# Where a screening's seconds go on {platform}\n",
-        f"{rows[-1].machine}, {rows[-1].judged_at}. Medians of {len(TAKEN) - 1} warm screenings of each workload; the "
-        "stages are those of the gate's progress, and the ends of processes are in the last.\n",
+        f"{rows[-1].machine}, {rows[-1].judged_at}. Medians of {len(taken(platform)) - 1} warm screenings of each "
+        "workload; the stages are those of the gate's progress, and the ends of processes are in the last. "
+        f"All {len(warm)} warm ones took {seconds:.1f} s: {60 * len(warm) / seconds:.1f} a minute.\n",
         f"| workload | {' | '.join(stages)} | all | cold |",
         f"|---|{'---|' * (len(stages) + 2)}",
     ]
-    for workload in WORKLOADS:
+    for workload in workloads(platform):
         own = [row.seconds for row in warm if row.workload == workload]
         cold = [sum(row.seconds.values()) for row in rows if row.cold and row.workload == workload]
         cells = [median(one.get(name, 0.0) for one in own) for name in stages]
@@ -81,18 +84,22 @@ def report_of(rows: list[StageSeconds], platform: str) -> str:
     return "\n".join([*lines, "", f"Raw figures: `screening-stages-{platform}.jsonl`."])
 
 
+def taken(platform: str) -> tuple[int, ...]:
+    return ON_CPU if platform == "cpu" else ON_GPU
+
+
 def taken_of(platform: str) -> list[tuple[Screened, bool]]:
     """What is screened, and whether it is the first of its workload."""
     every = list(the_round(platform))
-    chains = {name: [one for one in every if one.workload == name] for name in WORKLOADS}
-    return [(chain[place], index == 0) for chain in chains.values() for index, place in enumerate(TAKEN)]
+    chains = {name: [one for one in every if one.workload == name] for name in workloads(platform)}
+    return [(chain[place], index == 0) for chain in chains.values() for index, place in enumerate(taken(platform))]
 
 
-def test_gpu_screening_stages(
+def test_screening_stages(
     klineage_session: KlineageSession, publish: Callable[[str, str, list[StageSeconds]], None]
 ) -> None:
     """Every kernel is right; the table is for the reader."""
-    platform, clock, rows = gpu_platform(klineage_session), Clock(), []
+    platform, clock, rows = klineage_session.platform, Clock(), []
     with Gate(platform, klineage_session.gate_settings, progress=clock.note) as gate:
         for one, cold in taken_of(platform):
             clock.begin()
