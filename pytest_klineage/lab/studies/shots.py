@@ -31,10 +31,10 @@ def first_shots(judged: Iterable[tuple[str, Verdict]]) -> dict[Trial, Verdict]:
     return shots
 
 
-def is_success(verdict: Verdict) -> bool:
+def is_success(verdict: Verdict, least: float = SUCCESS) -> bool:
     """Whether a kernel is right and fast enough to count."""
     timing = verdict.timing
-    return verdict.scored and timing is not None and timing.speedup.estimate >= SUCCESS
+    return verdict.scored and timing is not None and timing.speedup.estimate >= least
 
 
 def successes(first: Mapping[Trial, Verdict], second: Mapping[Trial, Verdict]) -> list[Pair]:

@@ -1,0 +1,228 @@
+"""Do cards help? The comparisons of an experiment's arms and the page that tells them, from chains alone."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+from tabulate import tabulate
+
+from pytest_klineage.lab.studies.chains import Chain, Failure
+from pytest_klineage.lab.studies.paired import (
+    Discordance,
+    Pair,
+    discordance,
+    geomean_ratio,
+    holm,
+    sign_flip,
+    success_difference,
+)
+from pytest_klineage.lab.studies.shots import SUCCESS
+from pytest_klineage.records import Interval
+
+Trial = tuple[str, int]
+
+
+class Study(msgspec.Struct, frozen=True, kw_only=True):
+    """What is compared, as it was fixed before the first result."""
+
+    contrasts: tuple[tuple[str, str], ...]
+    """Pairs of arms, the primary one first; all are in one correction by Holm."""
+    success: float = SUCCESS
+    """Share of the reference's speed that a right kernel needs."""
+    seed: int = 0
+    """Of permutations and resampling."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Every arm, in the order in which the contrasts name them."""
+        return tuple(dict.fromkeys(arm for contrast in self.contrasts for arm in contrast))
+
+
+class Contrast(msgspec.Struct, frozen=True, kw_only=True):
+    """Two arms' first shots."""
+
+    name: str
+    counts: Discordance
+    difference: Interval
+    """Of the shares of successes, the first arm's less the second's."""
+    p_holm: float
+    """That the first arm does not succeed more often, corrected for the number of contrasts."""
+    p_permuted: float
+    """Two-sided, by exchanging arms within pairs."""
+
+
+class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
+    """Two arms' best kernels, geometric means."""
+
+    pairs: int
+    ratio: Interval
+    p: float
+
+
+def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
+    """Every contrast that has pairs, in the study's order."""
+    by_arm = trials_by_arm(chains)
+    paired = {f"{one} - {other}": first_shot_pairs(by_arm, one, other, study.success) for one, other in study.contrasts}
+    counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
+    corrected = holm({name: found.p_greater for name, found in counts.items()})
+    return [
+        Contrast(
+            name=name, counts=found, difference=success_difference(found), p_holm=corrected[name],
+            p_permuted=sign_flip(paired[name], seed=study.seed),
+        )
+        for name, found in counts.items()
+    ]  # fmt: skip
+
+
+def trials_by_arm(chains: Iterable[Chain]) -> dict[str, dict[Trial, Chain]]:
+    """Chains that have a first shot, by arm and trial. Raises ValueError for a trial that an arm has twice."""
+    found: dict[str, dict[Trial, Chain]] = {}
+    for chain in chains:
+        own = found.setdefault(chain.arm, {})
+        if chain.trial in own:
+            raise ValueError(f"the arm {chain.arm} has the trial {chain.target} {chain.repeat} twice")
+        if chain.first is not None:
+            own[chain.trial] = chain
+    return found
+
+
+def both(by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str) -> Iterator[tuple[Chain, Chain]]:
+    """The chains of both arms, for the trials that both have."""
+    first, second = by_arm.get(one, {}), by_arm.get(other, {})
+    for trial in sorted(first.keys() & second.keys()):
+        yield first[trial], second[trial]
+
+
+def first_shot_pairs(
+    by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str, least: float = SUCCESS
+) -> list[Pair]:
+    """Whether the first shots of both arms succeeded."""
+    return [
+        Pair(first.target, float(succeeds_at_once(first, least)), float(succeeds_at_once(second, least)))
+        for first, second in both(by_arm, one, other)
+    ]
+
+
+def succeeds_at_once(chain: Chain, least: float) -> bool:
+    """Whether a chain's first shot is a success."""
+    return chain.first is not None and chain.first.succeeds(least)
+
+
+def speed_ratio(
+    chains: Iterable[Chain], one: str, other: str, roots: Mapping[str, float] | None = None, *, seed: int = 0
+) -> SpeedRatio | None:
+    """Best kernels of both arms after all shots. None without a pair.
+
+    `roots` has the root's speedup by target, which stands in for a chain without a right kernel; without it only
+    pairs in which both have one count. A kernel slower than its root is worth the root.
+    """
+    pairs = []
+    for first, second in both(trials_by_arm(chains), one, other):
+        root = None if roots is None else roots.get(first.target)
+        speeds = [_or_root(chain.best(), root) for chain in (first, second)]
+        if speeds[0] is not None and speeds[1] is not None:
+            pairs.append(Pair(first.target, math.log(speeds[0]), math.log(speeds[1])))
+    if not pairs:
+        return None
+    return SpeedRatio(pairs=len(pairs), ratio=geomean_ratio(pairs, seed=seed), p=sign_flip(pairs, seed=seed))
+
+
+def report(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | None = None) -> str:
+    """The page: the primary endpoint first, then everything else, null results like the others. Markdown."""
+    contrasts = compare(study, chains)
+    if not contrasts:
+        return "Nothing is measured yet.\n"
+    parts = [
+        _primary(contrasts[0]), _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
+        "First shots that succeed, by target:", _table(*_target_rows(study, chains)),
+        "Best kernels after all shots, geometric means of speeds:", _table(_speed_rows(study, chains, roots), SPEED_HEADERS),
+        "What it took to the first success, and what became of first shots:", _table(*_cost_rows(study, chains)),
+    ]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
+
+
+CONTRAST_HEADERS = (
+    "contrast", "pairs", "first", "second", "only first", "only second", "difference, 95 %", "p, one-sided", "p, Holm",
+    "p, permuted",
+)  # fmt: skip
+SPEED_HEADERS = ("contrast", "failures count as", "pairs", "ratio, 95 %", "p")
+
+
+def _primary(found: Contrast) -> str:
+    """The primary endpoint in two sentences."""
+    counts, share = found.counts, found.difference
+    excluded = f"An effect above {100 * share.high:.0f} points is excluded." if share.low <= 0 else ""
+    return (
+        f"**{found.name}: {100 * share.estimate:+.0f} points of first-shot success [{100 * share.low:+.0f}, "
+        f"{100 * share.high:+.0f}], {counts.pairs} pairs, exact McNemar, one-sided, p = {found.p_holm:.3f} after Holm.** "
+        f"{excluded}".rstrip()
+    )
+
+
+def _contrast_rows(contrasts: Iterable[Contrast]) -> list[tuple[object, ...]]:
+    return [
+        (
+            one.name, one.counts.pairs, one.counts.both + one.counts.only_first, one.counts.both + one.counts.only_second,
+            one.counts.only_first, one.counts.only_second, _interval(one.difference, "+.2f"),
+            f"{one.counts.p_greater:.3f}", f"{one.p_holm:.3f}", f"{one.p_permuted:.3f}",
+        )
+        for one in contrasts
+    ]  # fmt: skip
+
+
+def _target_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
+    by_arm = trials_by_arm(chains)
+    targets = sorted({target for own in by_arm.values() for target, _ in own})
+    rows = []
+    for target in targets:
+        mine = {arm: [one for one in by_arm.get(arm, {}).values() if one.target == target] for arm in study.arms}
+        shares = [f"{sum(succeeds_at_once(one, study.success) for one in own)} of {len(own)}" for own in mine.values()]
+        rows.append((target, *shares))
+    return rows, ("target", *study.arms)
+
+
+def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | None) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for one, other in study.contrasts:
+        for name, floor in (("the root", roots), ("left out", None)):
+            found = speed_ratio(chains, one, other, floor, seed=study.seed) if floor or name == "left out" else None
+            if found is not None:
+                rows.append((f"{one} - {other}", name, found.pairs, _interval(found.ratio, ".2f"), f"{found.p:.3f}"))
+    return rows
+
+
+def _cost_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
+    by_arm = trials_by_arm(chains)
+    rows = []
+    for arm in study.arms:
+        own = list(by_arm.get(arm, {}).values())
+        reached = [shot for chain in own if (shot := chain.first_success(study.success)) is not None]
+        became = Counter(chain.first.failure(study.success) for chain in own if chain.first is not None)
+        rows.append((
+            arm, len(own), len(reached), _median([shot.tokens for shot in reached], ".0f"),
+            _median([shot.usd for shot in reached], ".2f"), *(became[kind] for kind in Failure),
+        ))  # fmt: skip
+    headers = ("arm", "chains", "with a success", "median tokens", "median USD")
+    return rows, (*headers, *(f"first: {kind.value}" for kind in Failure))
+
+
+def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
+    return tabulate(list(rows), headers, tablefmt="pipe", disable_numparse=True)
+
+
+def _interval(found: Interval, form: str) -> str:
+    return f"{found.estimate:{form}} [{found.low:{form}}, {found.high:{form}}]"
+
+
+def _median(numbers: Sequence[float], form: str) -> str:
+    return f"{statistics.median(numbers):{form}}" if numbers else "-"
+
+
+def _or_root(speed: float | None, root: float | None) -> float | None:
+    """The faster of a chain's best kernel and its root; None where neither is known."""
+    known = [one for one in (speed, root) if one is not None]
+    return max(known, default=None)
