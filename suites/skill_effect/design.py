@@ -15,6 +15,7 @@ from pytest_klineage.lab.library.lineages import find_hand_made, load_lineage
 from pytest_klineage.lab.library.rendering import prompt_text
 from pytest_klineage.lab.library.retrieval import RetrievalTarget
 from pytest_klineage.lab.studies.arms import cards_for, placebo_for
+from pytest_klineage.lab.studies.chains import ROOT as NAIVE
 from pytest_klineage.lab.studies.effect import Study
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelCase, KernelSource, Option, SkillCard, Surface
@@ -43,6 +44,8 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     shape: tuple[int, ...]
     dtype: str
     reference: str
+    described: str
+    """The reference in a prompt."""
     root: str
     requires: tuple[str, ...]
     options: dict[str, Option] = {}
@@ -132,7 +135,7 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def root(self, name: str) -> KernelSource:
         """The naive kernel of a target."""
         source = without_header(read_source(ROOT / self.targets[name].root))
-        return msgspec.structs.replace(source, label="naive")
+        return msgspec.structs.replace(source, label=NAIVE)
 
     def cards(self, name: str, arm: str) -> tuple[SkillCard, ...]:
         """The cards whose text or name a prompt of this arm shows."""

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 from design import CARDS, LABELS, NONE, PLACEBO, Design, Frozen, card_digest, digest_of
 
@@ -22,8 +21,7 @@ from pytest_klineage.lab.optimizers.klineage import CardMethod
 from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, optimize
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.lab.plugin import Models
-from pytest_klineage.records import Asked, SkillCard, to_json
-from pytest_klineage.results.packed import read_lines
+from pytest_klineage.records import Asked, Code, Reason, SkillCard, to_json
 from pytest_klineage.results.runs import Record
 
 NAME = "skill_effect"
@@ -31,21 +29,26 @@ METHODS = {NONE: "generated-only", LABELS: "labels-only", CARDS: "klineage", PLA
 """The method whose words an arm's prompts have."""
 REFERENCE = "another kernel for the same case"
 BUILT = {"stage": "compile"}
+LIBRARY_FLAG = "--include=cutlass"
 
 
 def goal(design: Design, case: KernelCase) -> str:
     """The sentence on what is wanted, which every arm's prompt has."""
-    words = f" and machine code with {', '.join(case.requires)}" if case.requires else ""
+    words = f", with {', '.join(case.requires)} in its machine code" if case.requires else ""
     return (
-        f"A success is a right kernel with {case.at_least:g}x of the reference's speed at least{words}; what counts "
-        "most is whether your first kernel is one, then how fast your best one is."
+        f"A success is a right kernel with {case.at_least:g}x of the reference's speed at least{words}. What counts "
+        "most is whether your first kernel is one, then how fast your best one is. Write CUDA C++ and inline PTX; "
+        "headers of CUTLASS and CuTe are refused."
     )
 
 
 def task_of(design: Design, name: str) -> Task:
     """What a target's chains begin with, in every arm."""
     case, root = design.case(name), design.root(name)
-    text = instructions_for(case, root.surface, design.platform, root.entry, root.flags, machine=design.machine)
+    text = instructions_for(
+        case, root.surface, design.platform, root.entry, root.flags, machine=design.machine,
+        reference=design.targets[name].described,
+    )  # fmt: skip
     return Task(case=case, platform=design.platform, surface=root.surface, root=root, instructions=text)
 
 
@@ -133,6 +136,8 @@ class Runner:
         cache = {"cache_dir": given["cache_dir"]} if "cache_dir" in given else {}
 
         def judge(case: KernelCase, source: KernelSource) -> Verdict:
+            if LIBRARY_FLAG in source.flags:
+                return refused(case, source)
             with self.session.gate_with(GateSettings(**(BUILT | ahead | cache))) as builder:
                 built = builder.judge(case, source)
             if not built.ok or given.get("stage") == "compile":
@@ -157,12 +162,10 @@ class Runner:
         return verdict
 
 
-def root_speeds(design: Design, path: Path) -> dict[str, float]:
-    """The speedup of each target's root over its reference, from a file of records; of several the last one."""
-    found = {}
-    by_case = {design.case(name, of_root=True).id: name for name in design.targets}
-    for record in read_lines(path, Record):
-        timing = record.verdict.timing if record.verdict.scored else None
-        if timing is not None and record.verdict.case.id in by_case:
-            found[by_case[record.verdict.case.id]] = timing.speedup.estimate
-    return found
+def refused(case: KernelCase, source: KernelSource) -> Verdict:
+    """The verdict on a kernel that is written with a library of kernels."""
+    reason = Reason(code=Code.FLAG_REFUSED, message=f"{LIBRARY_FLAG}: write CUDA C++ and inline PTX")
+    return Verdict(
+        case=case, status=reason.code.status, reasons=(reason,), surface=source.surface.value,
+        source_digest=source.digest, label=source.label,
+    )  # fmt: skip

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import pytest
 from design import NONE, Design, read_design
-from running import Runner, frozen_now, method_of, root_speeds, task_of
+from running import Runner, frozen_now, method_of, task_of
 
 from pytest_klineage.lab.optimizers.recording import disagreements
-from pytest_klineage.lab.studies.chains import chains_below
+from pytest_klineage.lab.studies.chains import chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import report
 
 DESIGN = read_design()
@@ -54,4 +54,4 @@ def test_report(design: Design, runner: Runner, write_line: Callable[[str], None
     chains = [chain for chain in chains_below(runner.folder / "effect") if chain.design == frozen]
     if not chains:
         pytest.skip("no chain of the frozen design is there yet")
-    write_line(report(design.study, chains, root_speeds(design, runner.verdicts)))
+    write_line(report(design.study, chains, root_speeds(runner.verdicts)))

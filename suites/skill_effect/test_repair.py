@@ -10,14 +10,18 @@ The broken kernel is judged first, and its verdict stands in the prompt. One tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
-from design import Design, read_design
+from design import CARDS, NONE, Design, read_design
 from running import REFERENCE, Runner, method_of
 
 from pytest_klineage import GateSettings, KlineageSession
 from pytest_klineage.lab.optimizers.instructions import instructions_for
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.optimizers.task import Task
+from pytest_klineage.lab.studies.chains import chains_below
+from pytest_klineage.lab.studies.effect import Study, report
 
 DESIGN = read_design()
 
@@ -54,3 +58,16 @@ def test_repair(name: str, arm: str, design: Design, runner: Runner) -> None:
         gate=design.gate | {"run_timeout_s": design.repair.run_timeout_s}, submit_root=True,
     )  # fmt: skip
     assert not (found := disagreements(outcome.rejudged)), found
+
+
+def test_report(design: Design, runner: Runner, write_line: Callable[[str], None]) -> None:
+    """Says what the repairs come to. A broken kernel that the gate accepted is no task."""
+    asked = design.repair.at_least
+    chains = chains_below(runner.folder / "repair")
+    accepted = {chain.target for chain in chains if chain.root is not None and chain.root.ok}
+    chains = [chain for chain in chains if chain.root is not None and chain.target not in accepted]
+    if not chains:
+        pytest.skip("no broken kernel is judged yet")
+    study = Study(contrasts=((CARDS, NONE),), success=asked, seed=design.seed)
+    write_line(f"accepted though broken, left out: {', '.join(sorted(accepted)) or 'no kernel'}")
+    write_line(report(study, chains))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import pytest
 from design import Design, read_design
-from running import Runner, root_speeds
+from running import Runner
+
+from pytest_klineage.lab.studies.chains import root_speeds
 
 
 @pytest.mark.parametrize("target", read_design().targets)
 def test_root(target: str, design: Design, runner: Runner) -> None:
     """The root is right. Its speed stands in for chains without a right kernel."""
-    if target in root_speeds(design, runner.verdicts):
+    if design.case(target).id in root_speeds(runner.verdicts):
         pytest.skip(f"{runner.verdicts} has it")
     verdict = runner.judging(design.gate)(design.case(target, of_root=True), design.root(target))
     assert verdict.ok, f"{verdict.code.value}: {verdict.reasons[0].message}"

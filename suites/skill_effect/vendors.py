@@ -1,4 +1,4 @@
-"""What the held-out operators are timed against: PyTorch's calls of cuBLAS and CUTLASS. Named by module and function."""
+"""What the held-out operators are timed against: PyTorch's calls of cuBLAS and CUTLASS."""
 
 from __future__ import annotations
 

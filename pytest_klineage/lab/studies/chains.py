@@ -1,9 +1,9 @@
-"""The chains of an experiment, read from their trajectories: one target in one arm, shot by shot. Nothing is compared."""
+"""The chains of an experiment, read from their trajectories: one target in one arm, shot by shot. No comparison."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -12,10 +12,14 @@ import msgspec
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC
-from pytest_klineage.lab.studies.shots import SUCCESS, is_success
 from pytest_klineage.records import Answered, Begun, Event, Judged, Noted, Status, Verdict, from_json
-from pytest_klineage.results.packed import line_files
+from pytest_klineage.results.packed import line_files, read_lines
+from pytest_klineage.results.runs import Record
 
+SUCCESS = 0.5
+"""Share of the reference's speed from which a right kernel is a success."""
+ROOT = "naive"
+"""Label of the kernel that a chain begins with."""
 AGAIN = re.compile(r"step \d+: the same kernel as step (\d+),")
 """How a run notes a kernel that it was sent before."""
 
@@ -53,7 +57,7 @@ class Shot(msgspec.Struct, frozen=True, kw_only=True):
 
     def succeeds(self, least: float = SUCCESS) -> bool:
         """Whether its kernel is right and has that share of the reference's speed."""
-        return self.verdict is not None and is_success(self.verdict, least)
+        return self.speedup is not None and self.speedup >= least
 
     @property
     def speedup(self) -> float | None:
@@ -77,6 +81,10 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     repeat: int
     shots: tuple[Shot, ...]
+    root: Verdict | None = None
+    """On the kernel that it begins with, where that was judged."""
+    case: str = ""
+    """Id of the target's case."""
     design: str = ""
     """Digest of the frozen design that it was run under."""
     model: str = ""
@@ -115,38 +123,56 @@ def chains_below(folder: Path, keys: Keys | None = None) -> list[Chain]:
     return [chain_of([line.event for line in read_trajectory(path)[0]], keys or Keys()) for path in line_files(folder)]
 
 
+def root_speeds(path: Path) -> dict[str, float]:
+    """The speedup of each case's root over its reference, from a file of records; of several the last one.
+
+    Empty where there is no file. Raises BadRecord.
+    """
+    verdicts = [record.verdict for record in read_lines(path, Record)]
+    return {
+        one.case.id: one.timing.speedup.estimate
+        for one in verdicts
+        if one.label == ROOT and one.scored and one.timing is not None
+    }
+
+
 def chain_of(events: Sequence[Event], keys: Keys) -> Chain:
     """One chain. Raises ValueError for events that do not begin with its settings."""
     begun = next((event for event in events if isinstance(event, Begun)), None)
     if begun is None:
         raise ValueError("a trajectory begins with its settings")
-    said = begun.settings
+    said, (root, shots) = begun.settings, _read(events)
     return Chain(
         arm=said[keys.arm], target=said[keys.target].partition("-")[0], repeat=int(said[keys.repeat]),
-        shots=tuple(_shots(events)), design=said.get("design", ""), model=begun.model,
+        shots=shots, root=root, case=said.get("case", ""), design=said.get("design", ""), model=begun.model,
     )  # fmt: skip
 
 
-def _shots(events: Iterable[Event]) -> Iterator[Shot]:
-    """The shots in their order; the root, which no call brought, is none."""
+def _read(events: Iterable[Event]) -> tuple[Verdict | None, tuple[Shot, ...]]:
+    """The verdict on the root, which no call brought, and the shots in their order."""
     tokens, usd = 0, 0.0
-    by_step: dict[int, Verdict | None] = {}
+    root: Verdict | None = None
     verdict: Verdict | None = None
-    step = 0
+    shots: list[Shot] = []
     for event in events:
-        if isinstance(event, Answered):
-            tokens += event.usage.total_input_tokens + event.usage.output_tokens
-            usd += event.usage.cost_usd
-            continue
-        if isinstance(event, Noted) and event.topic == VERDICT_TOPIC:
-            verdict = from_json(event.text, VerdictMessage).verdict
-            continue
-        again = AGAIN.match(event.text) if isinstance(event, Noted) and event.topic == STEP_TOPIC else None
-        malformed = isinstance(event, Noted) and event.topic == MALFORMED_TOPIC
-        if isinstance(event, Judged) and not event.call:
-            by_step[0] = verdict
-        elif isinstance(event, Judged) or malformed or again is not None:
-            step += 1
-            said = by_step.get(int(again[1])) if again is not None else None if malformed else verdict
-            by_step[step] = said
-            yield Shot(verdict=said, tokens=tokens, usd=usd)
+        match event:
+            case Answered(usage=usage):
+                tokens += usage.total_input_tokens + usage.output_tokens
+                usd += usage.cost_usd
+                continue
+            case Noted(topic=topic, text=text) if topic == VERDICT_TOPIC:
+                verdict = from_json(text, VerdictMessage).verdict
+                continue
+            case Judged(call=0):
+                root = verdict
+                continue
+            case Judged():
+                said = verdict
+            case Noted(topic=topic) if topic == MALFORMED_TOPIC:
+                said = None
+            case Noted(topic=topic, text=text) if topic == STEP_TOPIC and (again := AGAIN.match(text)):
+                said = shots[int(again[1]) - 1].verdict if int(again[1]) else root
+            case _:
+                continue
+        shots.append(Shot(verdict=said, tokens=tokens, usd=usd))
+    return root, tuple(shots)

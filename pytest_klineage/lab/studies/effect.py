@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from tabulate import tabulate
 
-from pytest_klineage.lab.studies.chains import Chain, Failure
+from pytest_klineage.lab.studies.chains import SUCCESS, Chain, Failure
 from pytest_klineage.lab.studies.paired import (
     Discordance,
     Pair,
@@ -20,7 +20,6 @@ from pytest_klineage.lab.studies.paired import (
     sign_flip,
     success_difference,
 )
-from pytest_klineage.lab.studies.shots import SUCCESS
 from pytest_klineage.records import Interval
 
 Trial = tuple[str, int]
@@ -66,7 +65,9 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
 def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
     """Every contrast that has pairs, in the study's order."""
     by_arm = trials_by_arm(chains)
-    paired = {f"{one} - {other}": first_shot_pairs(by_arm, one, other, study.success) for one, other in study.contrasts}
+    paired = {
+        f"{one} against {other}": first_shot_pairs(by_arm, one, other, study.success) for one, other in study.contrasts
+    }
     counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
     corrected = holm({name: found.p_greater for name, found in counts.items()})
     return [
@@ -113,17 +114,12 @@ def succeeds_at_once(chain: Chain, least: float) -> bool:
 
 
 def speed_ratio(
-    chains: Iterable[Chain], one: str, other: str, roots: Mapping[str, float] | None = None, *, seed: int = 0
+    chains: Iterable[Chain], one: str, other: str, speed: Callable[[Chain], float | None], *, seed: int = 0
 ) -> SpeedRatio | None:
-    """Best kernels of both arms after all shots. None without a pair.
-
-    `roots` has the root's speedup by target, which stands in for a chain without a right kernel; without it only
-    pairs in which both have one count. A kernel slower than its root is worth the root.
-    """
+    """Both arms' kernels, for the trials in which `speed` has a speedup of both. None without one."""
     pairs = []
     for first, second in both(trials_by_arm(chains), one, other):
-        root = None if roots is None else roots.get(first.target)
-        speeds = [_or_root(chain.best(), root) for chain in (first, second)]
+        speeds = speed(first), speed(second)
         if speeds[0] is not None and speeds[1] is not None:
             pairs.append(Pair(first.target, math.log(speeds[0]), math.log(speeds[1])))
     if not pairs:
@@ -131,15 +127,30 @@ def speed_ratio(
     return SpeedRatio(pairs=len(pairs), ratio=geomean_ratio(pairs, seed=seed), p=sign_flip(pairs, seed=seed))
 
 
+def at_once(chain: Chain, least: float = SUCCESS) -> float | None:
+    """The speedup of a first shot that is a success."""
+    return chain.first.speedup if chain.first is not None and chain.first.succeeds(least) else None
+
+
+def or_root(chain: Chain, roots: Mapping[str, float]) -> float | None:
+    """The speedup of a chain's best kernel, or of its root where that is faster; None where neither is known."""
+    known = [speed for speed in (chain.best(), roots.get(chain.case)) if speed is not None]
+    return max(known, default=None)
+
+
 def report(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | None = None) -> str:
-    """The page: the primary endpoint first, then everything else, null results like the others. Markdown."""
+    """The page in Markdown: the primary endpoint first, then everything else, null results like the others.
+
+    `roots` has the speedups of the kernels that chains begin with, by case.
+    """
     contrasts = compare(study, chains)
     if not contrasts:
         return "Nothing is measured yet.\n"
     parts = [
         _primary(contrasts[0]), _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
         "First shots that succeed, by target:", _table(*_target_rows(study, chains)),
-        "Best kernels after all shots, geometric means of speeds:", _table(_speed_rows(study, chains, roots), SPEED_HEADERS),
+        "Geometric means of speeds, the first arm's over the second's:",
+        _table(_speed_rows(study, chains, roots or {}), SPEED_HEADERS),
         "What it took to the first success, and what became of first shots:", _table(*_cost_rows(study, chains)),
     ]  # fmt: skip
     return "\n\n".join(parts) + "\n"
@@ -149,7 +160,7 @@ CONTRAST_HEADERS = (
     "contrast", "pairs", "first", "second", "only first", "only second", "difference, 95 %", "p, one-sided", "p, Holm",
     "p, permuted",
 )  # fmt: skip
-SPEED_HEADERS = ("contrast", "failures count as", "pairs", "ratio, 95 %", "p")
+SPEED_HEADERS = ("contrast", "of", "pairs", "ratio, 95 %", "p, permuted")
 
 
 def _primary(found: Contrast) -> str:
@@ -158,20 +169,19 @@ def _primary(found: Contrast) -> str:
     excluded = f"An effect above {100 * share.high:.0f} points is excluded." if share.low <= 0 else ""
     return (
         f"**{found.name}: {100 * share.estimate:+.0f} points of first-shot success [{100 * share.low:+.0f}, "
-        f"{100 * share.high:+.0f}], {counts.pairs} pairs, exact McNemar, one-sided, p = {found.p_holm:.3f} after Holm.** "
-        f"{excluded}".rstrip()
+        f"{100 * share.high:+.0f}], {counts.pairs} pairs; exact McNemar, one-sided, after Holm: p = {found.p_holm:.3f}.**"
+        f" {excluded}".rstrip()
     )
 
 
-def _contrast_rows(contrasts: Iterable[Contrast]) -> list[tuple[object, ...]]:
-    return [
-        (
-            one.name, one.counts.pairs, one.counts.both + one.counts.only_first, one.counts.both + one.counts.only_second,
-            one.counts.only_first, one.counts.only_second, _interval(one.difference, "+.2f"),
-            f"{one.counts.p_greater:.3f}", f"{one.p_holm:.3f}", f"{one.p_permuted:.3f}",
-        )
-        for one in contrasts
-    ]  # fmt: skip
+def _contrast_rows(contrasts: Iterable[Contrast]) -> Iterator[tuple[object, ...]]:
+    for one in contrasts:
+        counts = one.counts
+        yield (
+            one.name, counts.pairs, counts.both + counts.only_first, counts.both + counts.only_second, counts.only_first,
+            counts.only_second, _interval(one.difference, "+.2f"), f"{counts.p_greater:.3f}", f"{one.p_holm:.3f}",
+            f"{one.p_permuted:.3f}",
+        )  # fmt: skip
 
 
 def _target_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
@@ -185,14 +195,22 @@ def _target_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[obje
     return rows, ("target", *study.arms)
 
 
-def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | None) -> list[tuple[object, ...]]:
-    rows: list[tuple[object, ...]] = []
-    for one, other in study.contrasts:
-        for name, floor in (("the root", roots), ("left out", None)):
-            found = speed_ratio(chains, one, other, floor, seed=study.seed) if floor or name == "left out" else None
-            if found is not None:
-                rows.append((f"{one} - {other}", name, found.pairs, _interval(found.ratio, ".2f"), f"{found.p:.3f}"))
-    return rows
+def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float]) -> list[tuple[object, ...]]:
+    kinds: dict[str, Callable[[Chain], float | None]] = {
+        "first shots, both a success": lambda chain: at_once(chain, study.success),
+        "best of all shots, both right": Chain.best,
+    }
+    if roots:
+        kinds["best of all shots, or the root"] = lambda chain: or_root(chain, roots)
+    found = [
+        (f"{one} against {other}", name, speed_ratio(chains, one, other, speed, seed=study.seed))
+        for one, other in study.contrasts
+        for name, speed in kinds.items()
+    ]
+    return [
+        (name, kind, one.pairs, _interval(one.ratio, ".2f"), f"{one.p:.3f}")
+        for name, kind, one in found if one is not None
+    ]  # fmt: skip
 
 
 def _cost_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
@@ -220,9 +238,3 @@ def _interval(found: Interval, form: str) -> str:
 
 def _median(numbers: Sequence[float], form: str) -> str:
     return f"{statistics.median(numbers):{form}}" if numbers else "-"
-
-
-def _or_root(speed: float | None, root: float | None) -> float | None:
-    """The faster of a chain's best kernel and its root; None where neither is known."""
-    known = [one for one in (speed, root) if one is not None]
-    return max(known, default=None)
