@@ -33,8 +33,9 @@ ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 NAIVE = "naive"
 """The kernel that every run begins with."""
-RUNS, STEPS = 3, 24
-"""How many there are unless --runs and --steps say otherwise."""
+RUNS, STEPS = 3, 256
+"""How many there are unless --runs and --steps say otherwise. More steps than any method's own search has, 248: dollars
+end a run, since one generation of a method is not its result."""
 VERDICTS_SUFFIX = ".verdicts.jsonl"
 COMMAND = (
     "pytest suites/head_to_head --platform {platform} --klineage-llm=exchange --klineage-exchange=DIR "

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
+from pytest_klineage.lab.optimizers.accelopt.policy import AccelOptSettings
+from pytest_klineage.lab.optimizers.methods import ACCELOPT, METHOD_NAMES
 from pytest_klineage.lab.optimizers.replaying import repeats_of, steps_of
+from pytest_klineage.lab.optimizers.session import EndReason
 from pytest_klineage.records import Answered, Interval, Machine
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect
@@ -73,7 +75,7 @@ def tables(found: Sequence[Standing], problems: Sequence[str], platform: str) ->
     methods = list(dict.fromkeys(sorted((one.method for one in found), key=_method_order)))
     lines = [
         f"# Head to head, {platform}", "", conditions(found), "", FAILURES, "",
-        "## By method", "", *by_method(found, methods), "",
+        "## By method", "", *by_method(found, methods), "", *ended_early(found, methods), "",
         "## By workload", "", *by_workload(found, methods), "",
         "## Every run", "", *every_run(found),
     ]  # fmt: skip
@@ -114,6 +116,21 @@ def by_method(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str
             f"{_sum(own, 'failed')} | {_sum(own, 'wrappers')} | {_sum(own, 'calls')} | "
             f"{sum(one.usd for one in own):.2f} |"
         )
+
+
+def ended_early(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str]:
+    """What ended runs before their dollars did, and whether AccelOpt came to its second generation."""
+    for method in methods:
+        own = [one for one in found if one.method == method]
+        cut = [one for one in own if one.ended == EndReason.STEP_LIMIT]
+        if cut:
+            spent = sum(one.usd for one in cut) / sum(one.budget_usd for one in cut)
+            runs = f"{len(cut)} of {len(own)} runs"
+            yield f"- {method}: the number of steps ended {runs}, at {spent:.0%} of their dollars"
+        if method == ACCELOPT:
+            wanted = AccelOptSettings().kernels(2)
+            whole = sum(one.steps >= wanted for one in own)
+            yield f"- {method}: {whole} of {len(own)} runs made two whole iterations, {wanted} kernels"
 
 
 def by_workload(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 pytest suites/head_to_head --platform cpu -k "topk or conv2d"                     replays what is recorded, offline
 pytest suites/head_to_head --platform cpu -k "topk or conv2d" --klineage-llm exchange --klineage-exchange DIR \\
-    --klineage-model NAME [--methods klineage,adaexplore] [--runs 3] [--steps 24] [--klineage-budget 10]
+    --klineage-model NAME [--methods klineage,adaexplore] [--runs 3] [--klineage-budget 10]
 pytest-klineage report results/head_to_head --html page.html                      bars, cost curves, every step
 
 A model gets as far as it gets: a bad kernel is data. A replay judges every kernel again, and fails where a verdict is

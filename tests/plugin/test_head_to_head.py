@@ -125,6 +125,7 @@ def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, fo
     )
     table = (base / "cpu.md").read_text()
     assert "Limits of each run: $10, 5 steps." in table
+    assert "- accelopt: 0 of 1 runs made two whole iterations, 24 kernels" in table
     assert "Machine: Pretended CPU, 2 cores." in table
     assert "| generated-only | 1.50x | 1/1 | 1/1 | 5 | 2 | 1 | 2 | 5 | 0.00 |" in table
     best = "| topk-64x4096x512-fp32 | generated-only | 1.50x [1.48, 1.52] | 1 | 1.5 | 1 | 4 | 0.00 | 1.50x | 0.00 |"

@@ -79,6 +79,11 @@ def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
     ]  # fmt: skip
 
 
+def against(one: str, other: str) -> str:
+    """What a contrast is called."""
+    return f"{one} against {other}"
+
+
 def trials_by_arm(chains: Iterable[Chain]) -> dict[str, dict[Trial, Chain]]:
     """Chains that have a first shot, by arm and trial. Raises ValueError for a trial that an arm has twice."""
     found: dict[str, dict[Trial, Chain]] = {}
@@ -165,12 +170,13 @@ SPEED_HEADERS = ("contrast", "of", "pairs", "ratio, 95 %", "p, permuted")
 
 def _primary(found: Contrast) -> str:
     """The primary endpoint in two sentences."""
-    counts, share = found.counts, found.difference
-    excluded = f"An effect above {100 * share.high:.0f} points is excluded." if share.low <= 0 else ""
+    points = Interval(
+        *(100 * share for share in (found.difference.estimate, found.difference.low, found.difference.high))
+    )
+    excluded = f" An effect above {points.high:.0f} points is excluded." if points.low <= 0 else ""
     return (
-        f"**{found.name}: {100 * share.estimate:+.0f} points of first-shot success [{100 * share.low:+.0f}, "
-        f"{100 * share.high:+.0f}], {counts.pairs} pairs; exact McNemar, one-sided, after Holm: p = {found.p_holm:.3f}.**"
-        f" {excluded}".rstrip()
+        f"**{found.name}: {_interval(points, '+.0f')} points of first-shot success, {found.counts.pairs} pairs; "
+        f"exact McNemar, one-sided, after Holm: p = {found.p_holm:.3f}.**{excluded}"
     )
 
 
@@ -178,9 +184,9 @@ def _contrast_rows(contrasts: Iterable[Contrast]) -> Iterator[tuple[object, ...]
     for one in contrasts:
         counts = one.counts
         yield (
-            one.name, counts.pairs, counts.both + counts.only_first, counts.both + counts.only_second, counts.only_first,
-            counts.only_second, _interval(one.difference, "+.2f"), f"{counts.p_greater:.3f}", f"{one.p_holm:.3f}",
-            f"{one.p_permuted:.3f}",
+            one.name, counts.pairs, counts.both + counts.only_first, counts.both + counts.only_second,
+            counts.only_first, counts.only_second, _interval(one.difference, "+.2f"), f"{counts.p_greater:.3f}",
+            f"{one.p_holm:.3f}", f"{one.p_permuted:.3f}",
         )  # fmt: skip
 
 
@@ -203,7 +209,7 @@ def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float
     if roots:
         kinds["best of all shots, or the root"] = lambda chain: or_root(chain, roots)
     found = [
-        (f"{one} against {other}", name, speed_ratio(chains, one, other, speed, seed=study.seed))
+        (against(one, other), name, speed_ratio(chains, one, other, speed, seed=study.seed))
         for one, other in study.contrasts
         for name, speed in kinds.items()
     ]
