@@ -66,6 +66,17 @@ def discordance(pairs: Sequence[Pair]) -> Discordance:
     )  # fmt: skip
 
 
+def power(pairs: int, first: float, second: float, alpha: float = 0.05) -> float:
+    """Probability that `p_greater` is at most alpha, where arms succeed at these rates, independently of each other."""
+    one, other = first * (1 - second), (1 - first) * second
+    return math.fsum(
+        math.comb(pairs, wins) * math.comb(pairs - wins, losses) * one**wins * other**losses
+        * (1 - one - other) ** (pairs - wins - losses)
+        for wins in range(pairs + 1) for losses in range(pairs + 1 - wins)
+        if at_least_heads(wins, wins + losses) <= alpha
+    )  # fmt: skip
+
+
 def at_least_heads(heads: int, throws: int) -> float:
     """Probability of that many heads or more of a fair coin."""
     favourable: int = sum(math.comb(throws, count) for count in range(heads, throws + 1))

@@ -16,6 +16,7 @@ from pytest_klineage.lab.studies.paired import (
     geomean_ratio,
     holm,
     mean_difference,
+    power,
     sign_flip,
     success_difference,
 )
@@ -150,3 +151,22 @@ def test_an_interval_of_shares_holds_the_true_one_as_often_as_it_says() -> None:
         held += interval.low <= 0.3 <= interval.high
     # 190 of 200 are expected; a binomial of 0.95 is below 179 with probability 0.001
     assert held >= 179
+
+
+def test_power_is_how_often_the_test_rejects() -> None:
+    generator = random.Random(5)
+    rejected = 0
+    for _ in range(2000):
+        pairs = [Pair("a", float(generator.random() < 0.7), float(generator.random() < 0.4)) for _ in range(40)]
+        rejected += discordance(pairs).p_greater <= 0.05
+    # the standard error of 2000 experiments is 0.009
+    assert power(40, 0.7, 0.4) == pytest.approx(rejected / 2000, abs=0.04)
+    assert 0.8 < power(40, 0.7, 0.4) < 0.82
+    assert power(40, 0.5, 0.5) <= 0.05
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(5, 40), st.floats(0.1, 0.9), st.floats(0.1, 0.9))
+def test_a_larger_effect_is_found_more_often(pairs: int, first: float, second: float) -> None:
+    assert 0 <= power(pairs, min(first, second), second) <= power(pairs, max(first, second), second) + 1e-12
+    assert power(pairs, first, second) <= 1 + 1e-12
