@@ -124,7 +124,7 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def case(self, name: str, *, of_root: bool = False) -> KernelCase:
         """A target's case. The root may have any speed and instructions."""
         target = self.targets[name]
-        operator = str(HERE / target.operator) if ".py:" in target.operator else target.operator
+        operator = str(ROOT / target.operator) if ".py:" in target.operator else target.operator
         chosen = make_case(
             operator, target.shape, target.dtype, target.reference, at_least=self.success, **target.options
         )

@@ -65,9 +65,7 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
 def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
     """Every contrast that has pairs, in the study's order."""
     by_arm = trials_by_arm(chains)
-    paired = {
-        f"{one} against {other}": first_shot_pairs(by_arm, one, other, study.success) for one, other in study.contrasts
-    }
+    paired = {against(*arms): first_shot_pairs(by_arm, *arms, study.success) for arms in study.contrasts}
     counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
     corrected = holm({name: found.p_greater for name, found in counts.items()})
     return [

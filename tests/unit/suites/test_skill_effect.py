@@ -12,56 +12,52 @@ import sys
 from pathlib import Path
 
 import design as experiment
-import held_out
 import msgspec
 import pytest
 from running import frozen_now, goal, method_of, refused, task_of
 
-from pytest_klineage import UsageError, make_case
+from pytest_klineage import UsageError
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.operators import operator_of
+from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.plugin.waiting import WAITING_EXIT
-from pytest_klineage.records import Code
+from pytest_klineage.records import Code, KernelCase
 
 torch = pytest.importorskip("torch")
 
 import vendors  # noqa: E402  # after torch is known to be there
 
 DESIGN = experiment.read_design()
-SHAPES = {"grouped_gemm": (64, 32, 4, 48), "gated_linear": (40, 32, 48), "fp8_gemm": (32, 64, 48)}
-REFERENCES = {"grouped_gemm": vendors.grouped, "gated_linear": vendors.gated, "fp8_gemm": vendors.scaled}
+SMALL = {
+    "grouped_mm": ((64, 32, 4, 48), torch._grouped_mm),
+    "gated_linear": ((40, 32, 48), vendors.gated),
+    "fp8_gemm": ((32, 64, 48), vendors.scaled),
+}
+"""By target: a small shape, and its reference."""
 ATTENTION, TOPK = "grouped_query", "long_topk"
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("distribution", ["well_conditioned", "ragged"])
-def test_references_compute_what_the_operators_define(name: str, distribution: str) -> None:
-    operator = getattr(held_out, name)
-    if distribution not in operator.input_distributions:
-        pytest.skip("has no such distribution")
-    case = make_case(operator, SHAPES[name], "bf16", "torch")
-    inputs = operator.make_inputs(case, torch.Generator().manual_seed(3), distribution)
+def small(name: str) -> KernelCase:
+    case = DESIGN.case(name)
+    return case.at_shape(dict(zip(case.shape, SMALL[name][0], strict=True)))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_references_compute_what_the_operators_define(name: str) -> None:
+    case = small(name)
+    operator = operator_of(case)
+    inputs = operator.make_inputs(case, torch.Generator().manual_seed(3), DEFAULT_DISTRIBUTION)
     (expected,) = operator.oracle(case, inputs).values()
-    found = REFERENCES[name](*inputs.values())
+    found = SMALL[name][1](*inputs.values())
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.double(), expected.double(), rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", SMALL)
 def test_no_shortcut_passes_for_an_answer(name: str) -> None:
-    assert not lint_case(make_case(getattr(held_out, name), SHAPES[name], "bf16", "torch"))
-
-
-@pytest.mark.parametrize("distribution", ["well_conditioned", "ragged"])
-def test_groups_end_in_order_and_at_the_last_row(distribution: str) -> None:
-    case = make_case(held_out.grouped_gemm, DESIGN.targets["grouped_gemm"].shape, "bf16", "torch")
-    for seed in range(20):
-        small = case.at_shape(case.shape | {"K": 8, "N": 8})
-        ends = held_out.grouped_gemm.make_inputs(small, torch.Generator().manual_seed(seed), distribution)["ends"]
-        assert ends.tolist() == sorted(ends.tolist())
-        assert ends[-1] == case.shape["M"]
-        assert ends[0] >= 0
+    case = small(name)
+    assert lint_case(operator_of(case), case, torch.Generator().manual_seed(3)) == []
 
 
 def test_the_design_is_frozen() -> None:

@@ -23,17 +23,17 @@ __global__ void grouped(const bf16 *a, const bf16 *b, const int *ends, bf16 *c, 
 }  // namespace
 
 extern "C" int run(const klineage_call *call) {
-    KLINEAGE_REQUIRE(call, call->num_inputs == 3 && call->num_outputs == 1, "grouped_gemm reads a, b and ends and writes c");
+    KLINEAGE_REQUIRE(call, call->num_inputs == 3 && call->num_outputs == 1, "grouped_mm reads a, b and ends and writes c");
     const klineage_tensor &a = call->inputs[0], &b = call->inputs[1], &ends = call->inputs[2], &c = call->outputs[0];
     KLINEAGE_REQUIRE(call, a.dtype == KLINEAGE_BFLOAT16 && b.dtype == KLINEAGE_BFLOAT16 && ends.dtype == KLINEAGE_INT32,
-                     "grouped_gemm: bf16 matrices and 32-bit ends");
+                     "grouped_mm: bf16 matrices and 32-bit ends");
     const int rows = int(a.shape[0]), depth = int(a.shape[1]), columns = int(b.shape[2]);
     KLINEAGE_REQUIRE(call, a.stride[0] == depth && b.stride[1] == columns && c.stride[0] == columns,
-                     "grouped_gemm: contiguous row-major matrices");
+                     "grouped_mm: contiguous row-major matrices");
     const dim3 block(32, 8), grid((columns + 31) / 32, (rows + 7) / 8);
     grouped<<<grid, block, 0, static_cast<cudaStream_t>(call->stream)>>>(
         static_cast<const bf16 *>(a.data), static_cast<const bf16 *>(b.data), static_cast<const int *>(ends.data),
         static_cast<bf16 *>(c.data), rows, depth, columns);
-    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "grouped_gemm: the launch failed");
+    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "grouped_mm: the launch failed");
     return 0;
 }
