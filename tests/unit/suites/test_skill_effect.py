@@ -14,15 +14,19 @@ from pathlib import Path
 import design as experiment
 import msgspec
 import pytest
+from made_up import begun, verdict
 from running import frozen_now, goal, method_of, refused, task_of
 
 from pytest_klineage import UsageError
+from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.lab.library.cards import find_cards
+from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.plugin.waiting import WAITING_EXIT
-from pytest_klineage.records import Code, KernelCase
+from pytest_klineage.records import Code, Judged, KernelCase, KernelSource, Noted, TrajectoryLine, from_json, to_json
+from pytest_klineage.records.judging import JudgeRequest
 
 torch = pytest.importorskip("torch")
 
@@ -61,8 +65,24 @@ def test_no_shortcut_passes_for_an_answer(name: str) -> None:
 
 
 def test_the_design_is_frozen() -> None:
-    """Cards, roots, contract and words of every first prompt: a change of one is a change of the experiment."""
-    assert DESIGN.frozen == frozen_now(DESIGN)
+    """A number or choice that was changed after it was frozen; cards and prompts are held by the suite, which asks."""
+    assert DESIGN.frozen is not None
+    assert DESIGN.frozen.design == experiment.digest_of()
+    assert set(DESIGN.frozen.prompts) == set(DESIGN.frozen.cards) == set(DESIGN.targets)
+
+
+def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    design = msgspec.structs.replace(DESIGN, targets={TOPK: DESIGN.targets[TOPK]})
+    before = frozen_now(design)
+    shown = DESIGN.cards(TOPK, "cards")[0].name
+    changed = [
+        msgspec.structs.replace(card, intent=f"{card.intent} Or not.") if card.name == shown else card
+        for card in experiment.library()
+    ]
+    monkeypatch.setattr(experiment, "library", lambda: tuple(changed))
+    after = frozen_now(design)
+    assert {arm for arm in design.arms if before.prompts[TOPK][arm] != after.prompts[TOPK][arm]} == {"cards"}
+    assert before.cards[TOPK]["cards"] != after.cards[TOPK]["cards"]
 
 
 def test_a_changed_design_is_not_the_frozen_one(tmp_path: Path) -> None:
@@ -213,3 +233,33 @@ def test_only_what_is_built_with_its_instructions_is_asked_of_a_gpu(
     assert turn(pytestconfig.rootpath, tmp_path, *chosen).returncode == WAITING_EXIT
     (request,) = (tmp_path / "judge" / "request").iterdir()
     assert b"// 2" in request.read_bytes()
+
+
+def test_the_best_kernel_is_asked_for_once_more(pytestconfig: pytest.Config, tmp_path: Path) -> None:
+    """By the trajectories of made-up chains; its text comes from the request that was judged then."""
+    slow, fast = (numbered(DESIGN.root(TOPK), number) for number in (1, 2))
+    folder = BatchFolder(tmp_path / "judge")
+    for source in (slow, fast):
+        folder.submit(JudgeRequest(case=DESIGN.case(TOPK), source=source, platform="sm90", settings={}))
+    events = [begun(arm="cards", target=TOPK, repeat="1", case=DESIGN.case(TOPK).id)]
+    for call, (source, speedup) in enumerate([(slow, 0.6), (fast, 0.9)], 1):
+        message = VerdictMessage(verdict=verdict(speedup, source.digest), feedback="")
+        note = Noted(topic=VERDICT_TOPIC, text=to_json(message).decode())
+        events += [note, Judged(source_digest=source.digest, code=message.verdict.code, verdict="", call=call)]
+    path = tmp_path / "trajectories" / "skill_effect-sm90" / "effect" / "cards" / f"{TOPK}-1.jsonl"
+    path.parent.mkdir(parents=True)
+    lines = [TrajectoryLine(at="2026-11-28T00:00:00Z", event=event) for event in events]
+    path.write_bytes(b"".join(to_json(line) + b"\n" for line in lines))
+    before = set((tmp_path / "judge" / "request").iterdir())
+    done = turn(pytestconfig.rootpath, tmp_path, "test_best.py", "-k", f"{TOPK} and cards")
+    assert done.returncode == WAITING_EXIT, done.stdout[-3000:]
+    (path,) = set((tmp_path / "judge" / "request").iterdir()) - before
+    request = from_json(path.read_bytes(), JudgeRequest)
+    assert request.source.digest == fast.digest
+    assert request.settings["also_policies"] == ["do_bench"]
+    assert request.settings["precision"] == 0.01
+
+
+def numbered(source: KernelSource, number: int) -> KernelSource:
+    (file,) = source.files
+    return msgspec.structs.replace(source, files=(msgspec.structs.replace(file, text=f"{file.text}// {number}\n"),))
