@@ -75,8 +75,8 @@ def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -
     design = msgspec.structs.replace(DESIGN, targets={TOPK: DESIGN.targets[TOPK]})
     before = frozen_now(design)
     shown = DESIGN.cards(TOPK, "cards")[0].name
-    changed = [
-        msgspec.structs.replace(card, intent=f"{card.intent} Or not.") if card.name == shown else card
+    changed = [  # other words of the same length, so that the placebo stays
+        msgspec.structs.replace(card, intent=card.intent.swapcase()) if card.name == shown else card
         for card in experiment.library()
     ]
     monkeypatch.setattr(experiment, "library", lambda: tuple(changed))
