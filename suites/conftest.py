@@ -61,6 +61,11 @@ def _optimizing(group: pytest.OptionGroup) -> None:
         "accelopt.",
     )  # fmt: skip
     group.addoption(
+        "--own-cards", action="store_true",
+        help="In head_to_head, also cards that were lifted from the workload's own operator and shape; such runs are "
+        "kept and shown apart.",
+    )  # fmt: skip
+    group.addoption(
         "--rules", type=Path, metavar="FILE", help="Rules of other workloads that adaexplore-shared begins with."
     )
     group.addoption(

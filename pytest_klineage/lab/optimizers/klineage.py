@@ -56,19 +56,21 @@ class CardMethod:
 
     `name` is one of CARD_METHODS. `goal` is a sentence on what is wanted, such as a speedup to reach; it stands in the
     first turn. `max_steps` is shown to the model when given; the limit itself is the loop's. `cards` are shown in place
-    of what retrieval brings: an experiment chooses them before it begins. Raises UnknownName.
+    of what retrieval brings: an experiment chooses them before it begins. Without `contaminated` none is retrieved that
+    was lifted from the task's own operator and shape. Raises UnknownName.
     """
 
     def __init__(
         self, name: str = "klineage", index: CardIndex | None = None, *, k: int = DEFAULT_K,
         capabilities: Sequence[str] = (), goal: str = "", max_steps: int = 0, cards: Sequence[SkillCard] | None = None,
+        contaminated: bool = True,
     ) -> None:  # fmt: skip
         if name not in CARD_METHODS:
             raise UnknownName("method", name, CARD_METHODS)
         self.name = name
         self.serving, self.without = CARD_METHODS[name]
         self.index, self.k, self.capabilities = index or CardIndex(()), k, tuple(capabilities)
-        self.goal, self.max_steps, self.cards = goal, max_steps, cards
+        self.goal, self.max_steps, self.cards, self.contaminated = goal, max_steps, cards, contaminated
 
     def retrieved(self, task: Task) -> tuple[Match, ...]:
         """The cards that a task gets, less what only the dimension brings that is switched off.
@@ -78,7 +80,7 @@ class CardMethod:
         target = RetrievalTarget(
             case=task.case, surface=task.surface, platform=task.platform, capabilities=self.capabilities
         )
-        matches = self.index.retrieve(target, self.k).matches
+        matches = self.index.retrieve(target, self.k, contaminated=self.contaminated).matches
         return tuple(match for match in matches if self.without is None or set(match.by) - {self.without})
 
     def proposals(self, task: Task, models: Session) -> Proposals:
