@@ -100,9 +100,9 @@ def test_published_chains_are_those_of_their_table() -> None:
     table = (RESULTS / "ablations" / "roundtrip_recovery-cpu.md").read_text()
     rows = re.findall(r"^\| (\w+) \| (\d+) \| [\d.]+ \[.*?\] \| \S+ \| \S+ \| (\d+) \| (\d+) \|", table, re.M)
     assert len(rows) == len(chains) == 25
-    told = {(name, int(trial)): (int(steps), int(right)) for name, trial, steps, right in rows}
+    shown = {(name, int(trial)): (int(steps), int(right)) for name, trial, steps, right in rows}
     counted = {one.trial: (len(one.shots), sum(shot.speedup is not None for shot in one.shots)) for one in chains}
-    assert counted == told
+    assert counted == shown
     assert Counter(one.arm for one in chains) == {"klineage": 25}
 
 
