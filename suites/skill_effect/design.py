@@ -187,7 +187,7 @@ def state_of(lineage: str, state: str) -> KernelSource:
 
 
 def read_design(path: Path = FILE) -> Design:
-    """The design. Raises UsageError for a file that is none."""
+    """The design. Raises UsageError for unknown or missing fields."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=Design)
     except msgspec.ValidationError as error:
