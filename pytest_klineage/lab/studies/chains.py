@@ -88,6 +88,7 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     design: str = ""
     """Digest of the frozen design that it was run under."""
     model: str = ""
+    """As the answering side calls it; several after commas."""
 
     @property
     def trial(self) -> tuple[str, int]:
@@ -142,9 +143,10 @@ def chain_of(events: Sequence[Event], keys: Keys) -> Chain:
     if begun is None:
         raise ValueError("a trajectory begins with its settings")
     said, (root, shots) = begun.settings, _read(events)
+    models = dict.fromkeys(event.model or begun.model for event in events if isinstance(event, Answered))
     return Chain(
         arm=said[keys.arm], target=said[keys.target].partition("-")[0], repeat=int(said[keys.repeat]),
-        shots=shots, root=root, case=said.get("case", ""), design=said.get("design", ""), model=begun.model,
+        shots=shots, root=root, case=said.get("case", ""), design=said.get("design", ""), model=", ".join(models) or begun.model,
     )  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def test_shots_come_in_their_order_with_what_they_have_cost() -> None:
     assert found.root is not None
     assert found.root.timing is not None
     assert found.best() == 0.7
+    assert found.model == "made up"
     assert found.first_success() == found.shots[2]
 
 
