@@ -146,7 +146,8 @@ def chain_of(events: Sequence[Event], keys: Keys) -> Chain:
     models = dict.fromkeys(event.model or begun.model for event in events if isinstance(event, Answered))
     return Chain(
         arm=said[keys.arm], target=said[keys.target].partition("-")[0], repeat=int(said[keys.repeat]),
-        shots=shots, root=root, case=said.get("case", ""), design=said.get("design", ""), model=", ".join(models) or begun.model,
+        shots=shots, root=root, case=said.get("case", ""), design=said.get("design", ""),
+        model=", ".join(models) or begun.model,
     )  # fmt: skip
 
 

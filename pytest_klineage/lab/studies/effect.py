@@ -151,7 +151,8 @@ def report(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | N
         return "Nothing is measured yet.\n"
     models = ", ".join(sorted({chain.model for chain in chains}))
     parts = [
-        _primary(contrasts[0]), f"{len(chains)} chains; model: {models}.", _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
+        _primary(contrasts[0]), f"{len(chains)} chains; model: {models}.",
+        _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
         "First shots that succeed, by target:", _table(*_target_rows(study, chains)),
         "Geometric means of speeds, the first arm's over the second's:",
         _table(_speed_rows(study, chains, roots or {}), SPEED_HEADERS),
