@@ -193,7 +193,7 @@ def _contrast_rows(contrasts: Iterable[Contrast]) -> Iterator[tuple[object, ...]
 def _target_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
     by_arm = trials_by_arm(chains)
     targets = sorted({target for own in by_arm.values() for target, _ in own})
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for target in targets:
         mine = {arm: [one for one in by_arm.get(arm, {}).values() if one.target == target] for arm in study.arms}
         shares = [f"{sum(succeeds_at_once(one, study.success) for one in own)} of {len(own)}" for own in mine.values()]
@@ -221,7 +221,7 @@ def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float
 
 def _cost_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object, ...]], tuple[str, ...]]:
     by_arm = trials_by_arm(chains)
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for arm in study.arms:
         own = list(by_arm.get(arm, {}).values())
         reached = [shot for chain in own if (shot := chain.first_success(study.success)) is not None]
