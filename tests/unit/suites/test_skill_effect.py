@@ -214,9 +214,7 @@ def test_broken_kernels_are_judged_before_they_are_shown(pytestconfig: pytest.Co
 
 
 @pytest.mark.nightly
-def test_only_what_is_built_with_its_instructions_is_asked_of_a_gpu(
-    pytestconfig: pytest.Config, tmp_path: Path
-) -> None:
+def test_only_what_is_built_with_its_words_reaches_a_gpu(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     chosen = ("test_effect.py", "-k", f"({TOPK} or {ATTENTION}) and none-1 and test_chain")

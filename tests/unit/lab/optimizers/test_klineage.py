@@ -107,7 +107,7 @@ class TestWhatIsShown:
                  if isinstance(line.event, Noted) and line.event.topic == "cards"]  # fmt: skip
         assert notes == ["other, own; some were lifted from this operator and shape"]
 
-    def test_cards_that_were_chosen_before_stand_in_place_of_retrieved_ones(
+    def test_chosen_cards_stand_in_place_of_retrieved_ones(
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, card: Card, path: Path
     ) -> None:
         backend = scripted([says("accepted.faster 2")])

@@ -142,7 +142,7 @@ def test_more_pairs_of_the_same_kind_narrow_an_interval(given_counts: tuple[int,
     assert many.high - many.low < few.high - few.low
 
 
-def test_an_interval_of_shares_holds_the_true_one_as_often_as_it_says() -> None:
+def test_an_interval_of_shares_covers_as_often_as_it_says() -> None:
     generator = random.Random(3)
     held = 0
     for _ in range(200):
