@@ -24,7 +24,7 @@ AGAIN = re.compile(r"step \d+: the same kernel as step (\d+),")
 """How a run notes a kernel that it was sent before."""
 
 
-class Failure(StrEnum):
+class ShotFailure(StrEnum):
     """What became of a shot that is no success."""
 
     MALFORMED = "no kernel"
@@ -39,8 +39,8 @@ class Failure(StrEnum):
 
 
 KINDS = {
-    Status.BUILD_ERROR: Failure.BUILD, Status.WRAPPER: Failure.REFUSED, Status.CHEAT: Failure.REFUSED,
-    Status.RUNTIME_ERROR: Failure.CRASH, Status.TIMEOUT: Failure.HANG,
+    Status.BUILD_ERROR: ShotFailure.BUILD, Status.WRAPPER: ShotFailure.REFUSED, Status.CHEAT: ShotFailure.REFUSED,
+    Status.RUNTIME_ERROR: ShotFailure.CRASH, Status.TIMEOUT: ShotFailure.HANG,
 }  # fmt: skip
 """Failures by status; other statuses without a score are wrong."""
 
@@ -65,13 +65,13 @@ class Shot(msgspec.Struct, frozen=True, kw_only=True):
         timing = self.verdict.timing if self.verdict is not None and self.verdict.scored else None
         return None if timing is None else timing.speedup.estimate
 
-    def failure(self, least: float = SUCCESS) -> Failure | None:
+    def failure(self, least: float = SUCCESS) -> ShotFailure | None:
         """Why it is no success; None for one."""
         if self.verdict is None:
-            return Failure.MALFORMED
+            return ShotFailure.MALFORMED
         if self.succeeds(least):
             return None
-        return Failure.SLOW if self.verdict.scored else KINDS.get(self.verdict.status, Failure.WRONG)
+        return ShotFailure.SLOW if self.verdict.scored else KINDS.get(self.verdict.status, ShotFailure.WRONG)
 
 
 class Chain(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 from tabulate import tabulate
 
-from pytest_klineage.lab.studies.chains import SUCCESS, Chain, Failure
+from pytest_klineage.lab.studies.chains import SUCCESS, Chain, ShotFailure
 from pytest_klineage.lab.studies.paired import (
     Discordance,
     Pair,
@@ -228,10 +228,10 @@ def _cost_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object
         became = Counter(chain.first.failure(study.success) for chain in own if chain.first is not None)
         rows.append((
             arm, len(own), len(reached), _median([shot.tokens for shot in reached], ".0f"),
-            _median([shot.usd for shot in reached], ".2f"), *(became[kind] for kind in Failure),
+            _median([shot.usd for shot in reached], ".2f"), *(became[kind] for kind in ShotFailure),
         ))  # fmt: skip
     headers = ("arm", "chains", "with a success", "median tokens", "median USD")
-    return rows, (*headers, *(f"first: {kind.value}" for kind in Failure))
+    return rows, (*headers, *(f"first: {kind.value}" for kind in ShotFailure))
 
 
 def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ import pytest
 from made_up import again, answered, begun, chain, judged, malformed, verdict
 
 from pytest_klineage.lab.library.lineages import RIGHT
-from pytest_klineage.lab.studies.chains import ROOT, Chain, Failure, Keys, chain_of, chains_below, root_speeds
+from pytest_klineage.lab.studies.chains import ROOT, Chain, ShotFailure, Keys, chain_of, chains_below, root_speeds
 from pytest_klineage.records import Code, Event, Status, to_json
 from pytest_klineage.results.runs import Record
 
@@ -62,12 +62,12 @@ def test_what_the_harness_could_not_judge_is_no_first_shot() -> None:
 @pytest.mark.parametrize(
     ("said", "failure"),
     [
-        (None, Failure.MALFORMED), (0.49, Failure.SLOW), (0.5, None), (3.0, None),
-        (Code.MISSING_INSTRUCTION, Failure.BUILD), (Code.FLAG_REFUSED, Failure.BUILD), (Code.MISMATCH, Failure.WRONG),
-        (Code.CRASH, Failure.CRASH),
+        (None, ShotFailure.MALFORMED), (0.49, ShotFailure.SLOW), (0.5, None), (3.0, None),
+        (Code.MISSING_INSTRUCTION, ShotFailure.BUILD), (Code.FLAG_REFUSED, ShotFailure.BUILD), (Code.MISMATCH, ShotFailure.WRONG),
+        (Code.CRASH, ShotFailure.CRASH),
     ],
 )  # fmt: skip
-def test_why_a_shot_is_no_success(said: float | Code | None, failure: Failure | None) -> None:
+def test_why_a_shot_is_no_success(said: float | Code | None, failure: ShotFailure | None) -> None:
     (shot,) = chain("cards", "a", 1, said).shots
     assert shot.failure() == failure
     assert shot.succeeds() is (failure is None)
@@ -75,9 +75,9 @@ def test_why_a_shot_is_no_success(said: float | Code | None, failure: Failure | 
 
 def test_every_status_of_a_refused_kernel_has_its_failure() -> None:
     kinds = {code.status: chain("", "a", 1, code).shots[0].failure() for code in Code if code.status not in RIGHT}
-    assert kinds[Status.TIMEOUT] is Failure.HANG
-    assert kinds[Status.CHEAT] is kinds[Status.WRAPPER] is Failure.REFUSED
-    assert kinds[Status.WRONG_SHAPE] is Failure.WRONG
+    assert kinds[Status.TIMEOUT] is ShotFailure.HANG
+    assert kinds[Status.CHEAT] is kinds[Status.WRAPPER] is ShotFailure.REFUSED
+    assert kinds[Status.WRONG_SHAPE] is ShotFailure.WRONG
 
 
 def test_events_without_a_beginning_are_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import chain
 
-from pytest_klineage.lab.studies.chains import Chain, Failure
+from pytest_klineage.lab.studies.chains import Chain, ShotFailure
 from pytest_klineage.lab.studies.effect import (
     Study,
     at_once,
@@ -139,7 +139,7 @@ def test_the_page_has_every_number_of_a_small_experiment() -> None:
     assert rows[2][1:6] == ["3", "2", "0", "2", "0"]
     assert ["a", "2 of 2", "0 of 2"] in rows
     assert ["b", "0 of 1", "0 of 1"] in rows
-    kinds = [kind.value for kind in Failure]
+    kinds = [kind.value for kind in ShotFailure]
     none = next(row for row in rows if row[:2] == ["none", "3"])
     assert none[2:5] == ["1", "200", "0.20"]
     assert dict(zip(kinds, none[5:], strict=True)) == dict.fromkeys(kinds, "0") | {
