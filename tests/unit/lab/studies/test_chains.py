@@ -11,7 +11,7 @@ import pytest
 from made_up import again, answered, begun, chain, judged, malformed, verdict
 
 from pytest_klineage.lab.library.lineages import RIGHT
-from pytest_klineage.lab.studies.chains import ROOT, Chain, ShotFailure, Keys, chain_of, chains_below, root_speeds
+from pytest_klineage.lab.studies.chains import ROOT, Chain, Keys, ShotFailure, chain_of, chains_below, root_speeds
 from pytest_klineage.records import Code, Event, Status, to_json
 from pytest_klineage.results.runs import Record
 
@@ -63,7 +63,8 @@ def test_what_the_harness_could_not_judge_is_no_first_shot() -> None:
     ("said", "failure"),
     [
         (None, ShotFailure.MALFORMED), (0.49, ShotFailure.SLOW), (0.5, None), (3.0, None),
-        (Code.MISSING_INSTRUCTION, ShotFailure.BUILD), (Code.FLAG_REFUSED, ShotFailure.BUILD), (Code.MISMATCH, ShotFailure.WRONG),
+        (Code.MISSING_INSTRUCTION, ShotFailure.BUILD), (Code.FLAG_REFUSED, ShotFailure.BUILD),
+        (Code.MISMATCH, ShotFailure.WRONG),
         (Code.CRASH, ShotFailure.CRASH),
     ],
 )  # fmt: skip
