@@ -198,8 +198,7 @@ def test_one_command_writes_all_prompts_of_the_pilot(pytestconfig: pytest.Config
     prompts = sorted((tmp_path / "replies").rglob("*-prompt.md"))
     assert len(prompts) == len(DESIGN.targets) * DESIGN.pilot.first == 16
     digests = {re.search(r"^digest: (\w+)$", prompt.read_text(), re.M)[1] for prompt in prompts}  # type: ignore[index]
-    assert DESIGN.frozen is not None
-    assert digests == {arms["none"] for arms in DESIGN.frozen.prompts.values()}
+    assert digests == {arms["none"] for arms in frozen_now(DESIGN).prompts.values()}
     assert not (tmp_path / "judge" / "request").exists()
 
 
