@@ -22,8 +22,8 @@ from pytest_klineage.lab.library.cards import card_folders, read_card
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
-from pytest_klineage.lab.studies.paired import Pair, discordance, geomean_ratio, sign_flip
-from pytest_klineage.lab.studies.shots import first_shots, speeds, successes
+from pytest_klineage.lab.studies.chains import Keys, chains_below, root_speeds
+from pytest_klineage.lab.studies.effect import Study, report
 from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict, from_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
@@ -144,29 +144,30 @@ def sweep_row(name: str, asked: dict[str, Any], verdicts: list[Verdict]) -> Iter
     )
 
 
-ARMS = {"cards": "roundtrip_recovery-cpu", "none": "generated_only-cpu"}
-"""The arms of the study on a CPU, and where their verdicts are."""
+ABLATIONS = Keys(arm="method", target="case", repeat="trial")
+"""What the ablations' trajectories call arm, target and repeat."""
 
 
 def cards_on_cpu() -> str:
-    """Whether cards helped on a CPU: first shots of both arms, paired by target and trial."""
-    cards, none = (first_shots(judged_in(f"ablations/{name}.jsonl")) for name in ARMS.values())
-    shots, speed = successes(cards, none), speeds(cards, none)
-    targets = sorted({pair.target for pair in shots})
-    rows = [(target, *counts_of([pair for pair in shots if pair.target == target])) for target in targets]
-    found, ratio_of = discordance(shots), geomean_ratio(speed)
-    table = tabulate([*rows, ("all", *counts_of(shots))], ("target", "pairs", "with cards", "without"), tablefmt="pipe")
-    return (
-        f"{table}\n\nFirst shots that are right and reach half of the expert's speed. {found.pairs} pairs: "
-        f"{found.only_first} succeed with cards only, {found.only_second} without only; exact McNemar, two-sided, p = "
-        f"{found.p_two_sided:.2f}. Speed where both succeed, with cards over without: {ratio_of.estimate:.2f}x "
-        f"[{ratio_of.low:.2f}, {ratio_of.high:.2f}], {len(speed)} pairs, p = {sign_flip(speed):.2f} by sign flips.\n"
-    )
+    """Whether cards helped on a CPU."""
+    folders = ("roundtrip_recovery-cpu", "generated_only-cpu")
+    chains = [chain for name in folders for chain in chains_below(RESULTS / "trajectories" / name, ABLATIONS)]
+    return report(Study(contrasts=(("klineage", "generated-only"),)), chains)
 
 
-def counts_of(pairs: list[Pair]) -> tuple[int, int, int]:
-    """Pairs, and successes of both arms."""
-    return (len(pairs), sum(pair.first > 0 for pair in pairs), sum(pair.second > 0 for pair in pairs))
+def cards_on_sm90() -> str:
+    """Whether cards helped on sm90: the chains of the frozen design."""
+    asked = tomllib.loads((ROOT / "suites" / "skill_effect" / "experiment.toml").read_text())
+    folder = RESULTS / "trajectories" / "skill_effect-sm90"
+    frozen = asked["frozen"]["design"]
+    chains = [chain for chain in chains_below(folder / "effect") if chain.design == frozen]
+    if not chains:
+        arms = len(asked["arms"])
+        return (
+            f"Not measured yet: {len(asked['targets'])} targets, {asked['repeats']} repeats, {arms} arms are defined.\n"
+        )
+    study = Study(contrasts=tuple(map(tuple, asked["contrasts"])), success=asked["success"], seed=asked["seed"])
+    return report(study, chains, root_speeds(folder.with_name(f"{folder.name}.verdicts.jsonl")))
 
 
 def trials() -> str:
@@ -297,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-domains": domains,
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
+    "cards-on-sm90": cards_on_sm90,
     "trials": trials,
     "newcomer": newcomer,
     "derived-steps": derived_steps,

@@ -42,8 +42,8 @@ def _optimizing(group: pytest.OptionGroup) -> None:
     )  # fmt: skip
     group.addoption(
         "--steps", type=int, metavar="N",
-        help="Steps of each optimization, attempts of each trial in admission. Default: 8 in ablations, 24 in "
-        "head_to_head, 3 in admission.",
+        help="Steps of each optimization, attempts of each trial in admission. Default: 8 in ablations, 256 in "
+        "head_to_head, so that dollars end a run, 3 in admission.",
     )  # fmt: skip
     group.addoption(
         "--cards", type=int, default=DEFAULT_K, metavar="K",
@@ -59,6 +59,11 @@ def _optimizing(group: pytest.OptionGroup) -> None:
         "--methods", action="append", metavar="NAME",
         help="Methods of head_to_head; repeatable, or between commas. Default: klineage, generated-only, adaexplore, "
         "accelopt.",
+    )  # fmt: skip
+    group.addoption(
+        "--own-cards", action="store_true",
+        help="In head_to_head, also cards that were lifted from the workload's own operator and shape; such runs are "
+        "kept and shown apart.",
     )  # fmt: skip
     group.addoption(
         "--rules", type=Path, metavar="FILE", help="Rules of other workloads that adaexplore-shared begins with."

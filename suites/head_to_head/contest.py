@@ -34,8 +34,10 @@ ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 NAIVE = "naive"
 """The kernel that every run begins with."""
-RUNS, STEPS = 3, 24
-"""How many there are unless --runs and --steps say otherwise."""
+RUNS, STEPS = 3, 256
+"""How many there are unless --runs and --steps say otherwise. More steps than any method's own search has, 248: dollars
+end a run, since one generation of a method is not its result."""
+OWN_CARDS = "-own-cards"
 VERDICTS_SUFFIX = ".verdicts.jsonl"
 COMMAND = (
     "pytest suites/head_to_head --platform {platform} --klineage-llm=exchange --klineage-exchange=DIR "
@@ -90,9 +92,10 @@ def ask(
     steps = int(begun.get("steps", config.getoption("--steps") or STEPS))
     features = cpu_features() if session.platform == "cpu" else ()
     task = _task(expert, case_of(session.platform, operator), session, features, seed=int(name.rpartition("-")[2]))
-    index = library(config) if needs_cards(method) and not begun else CardIndex(())
+    index = library(config, session.platform) if needs_cards(method) and not begun else CardIndex(())
     settings = MethodSettings(
         index=index, k=config.getoption("--cards"), capabilities=features, max_steps=steps,
+        contaminated=config.getoption("--own-cards"),
         rules_path=config.getoption("--rules") or (Path("recorded") if begun else None),
     )  # fmt: skip
     screens = begun.get("screen") == "yes" if begun else models.screens
@@ -123,12 +126,17 @@ def replay(
     return replayed(recorded, expert.source(NAIVE), scratch, judge)
 
 
-def library(config: pytest.Config) -> CardIndex:
-    """The cards of --skills. The test is skipped when none is admitted."""
+def folder_of(method: str, config: pytest.Config) -> str:
+    """Where a method's runs lie; those with cards of the workload's own operator and shape are apart."""
+    return f"{method}{OWN_CARDS}" if needs_cards(method) and config.getoption("--own-cards") else method
+
+
+def library(config: pytest.Config, platform: str) -> CardIndex:
+    """The cards of --skills. The test is skipped when none is admitted that was verified on the platform."""
     folder = Path(config.getoption("--skills") or ROOT / "skills")
     cards = find_cards(folder) if folder.is_dir() else []
-    if not any(card.status == "admitted" for card in cards):
-        pytest.skip(f"{folder} has no admitted card: induce and admit cards first (suites/lineage, suites/admission)")
+    if not any(card.status == "admitted" and platform in {at.platform for at in card.verified} for card in cards):
+        pytest.skip(f"{folder} has no card that is admitted on {platform}: see suites/lineage and suites/admission")
     return CardIndex(cards)
 
 

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.lab.optimizers.methods import METHOD_NAMES
+from pytest_klineage.lab.optimizers.accelopt.policy import AccelOptSettings
+from pytest_klineage.lab.optimizers.klineage import CARDS_TOPIC, OWN
+from pytest_klineage.lab.optimizers.methods import ACCELOPT, METHOD_NAMES
 from pytest_klineage.lab.optimizers.replaying import repeats_of, steps_of
-from pytest_klineage.records import Answered, Interval, Machine
+from pytest_klineage.lab.optimizers.session import EndReason
+from pytest_klineage.records import Answered, Interval, Machine, Noted
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect
 from pytest_klineage.report.document import Mark
@@ -17,10 +20,12 @@ from pytest_klineage.report.steps import ReportedStep, optimization_of
 from pytest_klineage.results.packed import line_files
 
 NONE = "none was right"
+LABEL = ", own cards"
+"""Of runs that were shown cards which had been lifted from the workload's own operator and shape."""
 FAILURES = (
     "A method's kernels alone count: the naive one that every run begins with does not. What has no speedup is no "
     "1.0x: it lowers the share of workloads with a kernel, and is not in the mean. The best kernel is the one whose "
-    "interval begins highest."
+    "interval begins highest. *Own cards*: some of the cards were lifted from the workload's own operator and shape."
 )
 
 
@@ -63,8 +68,7 @@ def standings_in(folder: Path) -> tuple[list[Standing], list[str]]:
         return [], []
     material = collect([folder])
     found = [_standing(read) for read in material.trajectories]
-    order = {name: position for position, name in enumerate(METHOD_NAMES)}
-    found.sort(key=lambda one: (one.case, order.get(one.method, len(order)), one.method, one.number))
+    found.sort(key=lambda one: (one.case, *_method_order(one.method), one.number))
     return found, [f"{problem.where}: {problem.what}; {problem.next_step}" for problem in material.problems]
 
 
@@ -73,7 +77,7 @@ def tables(found: Sequence[Standing], problems: Sequence[str], platform: str) ->
     methods = list(dict.fromkeys(sorted((one.method for one in found), key=_method_order)))
     lines = [
         f"# Head to head, {platform}", "", conditions(found), "", FAILURES, "",
-        "## By method", "", *by_method(found, methods), "",
+        "## By method", "", *by_method(found, methods), "", *ended_early(found, methods), "",
         "## By workload", "", *by_workload(found, methods), "",
         "## Every run", "", *every_run(found),
     ]  # fmt: skip
@@ -114,6 +118,21 @@ def by_method(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str
             f"{_sum(own, 'failed')} | {_sum(own, 'wrappers')} | {_sum(own, 'calls')} | "
             f"{sum(one.usd for one in own):.2f} |"
         )
+
+
+def ended_early(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str]:
+    """What ended runs before their dollars did, and whether AccelOpt came to its second generation."""
+    for method in methods:
+        own = [one for one in found if one.method == method]
+        cut = [one for one in own if one.ended == EndReason.STEP_LIMIT]
+        if cut:
+            spent = sum(one.usd for one in cut) / sum(one.budget_usd for one in cut)
+            runs = f"{len(cut)} of {len(own)} runs"
+            yield f"- {method}: the number of steps ended {runs}, at {spent:.0%} of their dollars"
+        if method == ACCELOPT:
+            wanted = AccelOptSettings().kernels(2)
+            whole = sum(one.steps >= wanted for one in own)
+            yield f"- {method}: {whole} of {len(own)} runs made two whole iterations, {wanted} kernels"
 
 
 def by_workload(found: Sequence[Standing], methods: Sequence[str]) -> Iterator[str]:
@@ -167,7 +186,7 @@ def _standing(read: ReadTrajectory) -> Standing:
     verdict = next((step.verdict for step in one.steps if step.verdict is not None), None)
     known = one.settings
     return Standing(
-        method=one.method, case=one.case_id, number=int(known.get("run", 0)),
+        method=one.method + (LABEL if has_own_cards(read) else ""), case=one.case_id, number=int(known.get("run", 0)),
         best=best.interval if best is not None else None,
         best_ms=timing.candidate_ms if timing is not None else None,
         reference_ms=timing.reference_ms if timing is not None else None,
@@ -181,6 +200,13 @@ def _standing(read: ReadTrajectory) -> Standing:
     )  # fmt: skip
 
 
+def has_own_cards(read: ReadTrajectory) -> bool:
+    """Whether a run's cards were in part lifted from its own operator and shape, as it noted."""
+    return any(
+        isinstance(event, Noted) and event.topic == CARDS_TOPIC and event.text.endswith(OWN) for event in read.events
+    )
+
+
 def _best(found: Sequence[Standing], case: str) -> Standing | None:
     """The run with the fastest kernel for a workload; None when none was right."""
     own = [one for one in found if one.case == case and one.best is not None]
@@ -188,7 +214,8 @@ def _best(found: Sequence[Standing], case: str) -> Standing | None:
 
 
 def _method_order(method: str) -> tuple[int, str]:
-    return (METHOD_NAMES.index(method) if method in METHOD_NAMES else len(METHOD_NAMES)), method
+    name = method.removesuffix(LABEL)
+    return (METHOD_NAMES.index(name) if name in METHOD_NAMES else len(METHOD_NAMES)), method
 
 
 def _count(steps: Sequence[ReportedStep], *marks: Mark) -> int:

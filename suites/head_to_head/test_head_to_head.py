@@ -2,7 +2,7 @@
 
 pytest suites/head_to_head --platform cpu -k "topk or conv2d"                     replays what is recorded, offline
 pytest suites/head_to_head --platform cpu -k "topk or conv2d" --klineage-llm exchange --klineage-exchange DIR \\
-    --klineage-model NAME [--methods klineage,adaexplore] [--runs 3] [--steps 24] [--klineage-budget 10]
+    --klineage-model NAME [--methods klineage,adaexplore] [--runs 3] [--klineage-budget 10]
 pytest-klineage report results/head_to_head --html page.html                      bars, cost curves, every step
 
 A model gets as far as it gets: a bad kernel is data. A replay judges every kernel again, and fails where a verdict is
@@ -19,6 +19,7 @@ from contest import (
     OPERATORS,
     VERDICTS_SUFFIX,
     ask,
+    folder_of,
     judging,
     methods_asked,
     replay,
@@ -75,7 +76,7 @@ def test_head_to_head(
 ) -> None:  # fmt: skip
     """Asks a model, or replays what one has said. A case that cannot be judged here is skipped."""
     platform, nodeid = klineage_session.platform, request.node.nodeid
-    name = f"{platform}/{method}/{operator}-{run}"
+    name = f"{platform}/{folder_of(method, klineage_session.config)}/{operator}-{run}"
     try:
         if klineage_models.is_replay:
             quick, known = request.getfixturevalue("quick_gate"), request.getfixturevalue("judged_before")

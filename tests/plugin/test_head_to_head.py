@@ -13,8 +13,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.records import Begun, Judged
+from pytest_klineage.records import (
+    Begun,
+    CardScope,
+    CardStatus,
+    Carrier,
+    CarrierKind,
+    Category,
+    Context,
+    Effect,
+    Judged,
+    Noted,
+    Precondition,
+    PreconditionClass,
+    SkillCard,
+    Surface,
+)
 
 MODEL = """
 import sys
@@ -125,6 +141,7 @@ def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, fo
     )
     table = (base / "cpu.md").read_text()
     assert "Limits of each run: $10, 5 steps." in table
+    assert "- accelopt: 0 of 1 runs made two whole iterations, 24 kernels" in table
     assert "Machine: Pretended CPU, 2 cores." in table
     assert "| generated-only | 1.50x | 1/1 | 1/1 | 5 | 2 | 1 | 2 | 5 | 0.00 |" in table
     best = "| topk-64x4096x512-fp32 | generated-only | 1.50x [1.48, 1.52] | 1 | 1.5 | 1 | 4 | 0.00 | 1.50x | 0.00 |"
@@ -182,7 +199,33 @@ def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> N
     rules = suite(pytestconfig, folder, *asking(folder, "--methods=adaexplore-shared"))
     assert "adaexplore-shared begins with the rules of other workloads: give it their file (--rules=FILE)" in rules
     cards = suite(pytestconfig, folder, *asking(folder, "--methods=klineage", f"--skills={folder / 'none'}"))
-    assert "has no admitted card: induce and admit cards first" in cards
+    assert "has no card that is admitted on cpu" in cards
+
+
+def test_cards_of_the_own_workload_are_left_out_or_labelled(pytestconfig: pytest.Config, folder: Path) -> None:
+    shape = {"B": 64, "S": 4096, "K": 512}
+    origin = Context(operator="topk", shape=shape, dtype="fp32", surface=Surface.CPP, platform="cpu")
+    card = SkillCard(
+        name="own-scan", status=CardStatus.ADMITTED, category=Category.SIMD, intent="scans", anchor="loops",
+        carrier=Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="carrier of the card\n"),
+        preconditions=(Precondition(kind=PreconditionClass.LAYOUT, condition="x is dense", reason="it is read"),),
+        effect=Effect(summary="faster"), scope=CardScope(), origins=(origin,),
+    )  # fmt: skip
+    write_card(folder / "skills", card)
+    run = asking(folder, "--methods=klineage", f"--skills={folder / 'skills'}")
+    assert "1 passed" in suite(pytestconfig, folder, *run)
+    assert "1 passed" in suite(pytestconfig, folder, *run, "--own-cards")
+    base = folder / "results" / "head_to_head"
+    notes = {
+        name: [line.event.text for line in read_trajectory(base / "cpu" / name / "topk-1.jsonl")[0]
+               if isinstance(line.event, Noted) and line.event.topic == "cards"]
+        for name in ("klineage", "klineage-own-cards")
+    }  # fmt: skip
+    assert notes["klineage"] == ["none"]
+    assert notes["klineage-own-cards"] == ["own-scan; some were lifted from this operator and shape"]
+    table = (base / "cpu.md").read_text()
+    assert "\n| klineage | " in table
+    assert "\n| klineage, own cards | " in table
 
 
 def test_suites_can_be_named_together(pytestconfig: pytest.Config, folder: Path) -> None:

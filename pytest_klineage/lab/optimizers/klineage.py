@@ -55,19 +55,22 @@ class CardMethod:
     """One chat per workload: the contract and the cards in its prefix, kernels and verdicts in its turns.
 
     `name` is one of CARD_METHODS. `goal` is a sentence on what is wanted, such as a speedup to reach; it stands in the
-    first turn. `max_steps` is shown to the model when given; the limit itself is the loop's. Raises UnknownName.
+    first turn. `max_steps` is shown to the model when given; the limit itself is the loop's. `cards` are shown in place
+    of what retrieval brings: an experiment chooses them before it begins. Without `contaminated` none is retrieved that
+    was lifted from the task's own operator and shape. Raises UnknownName.
     """
 
     def __init__(
         self, name: str = "klineage", index: CardIndex | None = None, *, k: int = DEFAULT_K,
-        capabilities: Sequence[str] = (), goal: str = "", max_steps: int = 0,
+        capabilities: Sequence[str] = (), goal: str = "", max_steps: int = 0, cards: Sequence[SkillCard] | None = None,
+        contaminated: bool = True,
     ) -> None:  # fmt: skip
         if name not in CARD_METHODS:
             raise UnknownName("method", name, CARD_METHODS)
         self.name = name
         self.serving, self.without = CARD_METHODS[name]
         self.index, self.k, self.capabilities = index or CardIndex(()), k, tuple(capabilities)
-        self.goal, self.max_steps = goal, max_steps
+        self.goal, self.max_steps, self.cards, self.contaminated = goal, max_steps, cards, contaminated
 
     def retrieved(self, task: Task) -> tuple[Match, ...]:
         """The cards that a task gets, less what only the dimension brings that is switched off.
@@ -77,7 +80,7 @@ class CardMethod:
         target = RetrievalTarget(
             case=task.case, surface=task.surface, platform=task.platform, capabilities=self.capabilities
         )
-        matches = self.index.retrieve(target, self.k).matches
+        matches = self.index.retrieve(target, self.k, contaminated=self.contaminated).matches
         return tuple(match for match in matches if self.without is None or set(match.by) - {self.without})
 
     def proposals(self, task: Task, models: Session) -> Proposals:
@@ -98,7 +101,7 @@ class CardMethod:
         """The cards of a task in the order in which they are shown."""
         if self.serving is Serving.NOTHING:
             return ()
-        return lineage_order(match.card for match in self.retrieved(task))
+        return lineage_order(self.cards if self.cards is not None else (one.card for one in self.retrieved(task)))
 
     def _noted(self, task: Task, models: Session) -> frozenset[str]:
         """The names of the cards of this run, which are noted, and whether one was lifted from this very target.
@@ -109,7 +112,8 @@ class CardMethod:
             return frozenset()
         text = recording_of(models).first(CARDS_TOPIC)
         if text is None:
-            own = OWN if any(match.contaminated for match in self.retrieved(task)) else ""
+            retrieved = self.retrieved(task) if self.cards is None else ()
+            own = OWN if any(match.contaminated for match in retrieved) else ""
             text = f"{', '.join(card.name for card in self._cards(task)) or 'none'}{own}"
             models.record(Noted(topic=CARDS_TOPIC, text=text))
         return frozenset(text.removesuffix(OWN).split(", "))

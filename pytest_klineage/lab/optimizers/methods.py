@@ -35,6 +35,8 @@ class MethodSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Cards retrieved in each dimension."""
     capabilities: tuple[str, ...] = ()
     """Instruction sets of the target, for retrieval."""
+    contaminated: bool = True
+    """Whether cards that were lifted from the workload's own operator and shape are among them."""
     goal: str = ""
     """A sentence on what is wanted, shown to the model by the methods with one chat."""
     announced_steps: int = 0
@@ -51,7 +53,7 @@ def make_method(name: str, settings: MethodSettings | None = None) -> Method:
     if name in CARD_METHODS:
         return CardMethod(
             name, given.index, k=given.k, capabilities=given.capabilities, goal=given.goal,
-            max_steps=given.announced_steps,
+            max_steps=given.announced_steps, contaminated=given.contaminated,
         )  # fmt: skip
     if name in ADAEXPLORE:
         return _adaexplore(name, given)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from operator import mul
+from statistics import NormalDist
 
 import msgspec
 
@@ -65,10 +66,37 @@ def discordance(pairs: Sequence[Pair]) -> Discordance:
     )  # fmt: skip
 
 
+def power(pairs: int, first: float, second: float, alpha: float = 0.05) -> float:
+    """Probability that `p_greater` is at most alpha, where arms succeed at these rates, independently of each other."""
+    one, other = first * (1 - second), (1 - first) * second
+    return math.fsum(
+        math.comb(pairs, wins) * math.comb(pairs - wins, losses) * one**wins * other**losses
+        * (1 - one - other) ** (pairs - wins - losses)
+        for wins in range(pairs + 1) for losses in range(pairs + 1 - wins)
+        if at_least_heads(wins, wins + losses) <= alpha
+    )  # fmt: skip
+
+
 def at_least_heads(heads: int, throws: int) -> float:
     """Probability of that many heads or more of a fair coin."""
     favourable: int = sum(math.comb(throws, count) for count in range(heads, throws + 1))
     return favourable / 2.0**throws
+
+
+def success_difference(found: Discordance, confidence: float = 0.95) -> Interval:
+    """The first share of successes less the second, with Newcombe's interval for pairs (1998, method 10).
+
+    Unlike a resampled one it has a width where all pairs agree. Raises ValueError without pairs.
+    """
+    if not found.pairs:
+        raise ValueError("an interval needs at least one pair")
+    counts = found.both, found.only_first, found.only_second, found.neither
+    first, second = (found.both + found.only_first) / found.pairs, (found.both + found.only_second) / found.pairs
+    (low1, high1), (low2, high2) = (_wilson(share, found.pairs, confidence) for share in (first, second))
+    phi = _phi(*counts)
+    below = _combined(first - low1, high2 - second, phi)
+    above = _combined(high1 - first, second - low2, phi)
+    return Interval(first - second, first - second - below, first - second + above, confidence)
 
 
 def sign_flip(pairs: Sequence[Pair], *, seed: int = 0) -> float:
@@ -128,6 +156,29 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
         highest = max(highest, min(1.0, (len(p_values) - rank) * p))
         adjusted[name] = highest
     return {name: adjusted[name] for name in p_values}
+
+
+def _wilson(share: float, count: int, confidence: float) -> tuple[float, float]:
+    """Wilson's interval of a share of `count`."""
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def _phi(both: int, only_first: int, only_second: int, neither: int) -> float:
+    """The correlation of two arms, corrected for continuity where it is positive."""
+    margins = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
+    product_difference = both * neither - only_first * only_second
+    if not margins:
+        return 0.0
+    half = (both + only_first + only_second + neither) / 2
+    corrected = product_difference if product_difference < 0 else max(product_difference - half, 0.0)
+    return corrected / math.sqrt(margins)
+
+
+def _combined(one: float, other: float, phi: float) -> float:
+    return math.sqrt(max(one * one - 2 * phi * one * other + other * other, 0.0))
 
 
 def _mean_of(groups: Iterable[Iterable[float]]) -> float:

@@ -95,6 +95,10 @@ class AccelOptSettings(msgspec.Struct, frozen=True, kw_only=True):
         if min(self.success_over, self.failure_over) < 1:
             raise UsageError("success_over and failure_over are factors of 1 or more")
 
+    def kernels(self, iterations: int) -> int:
+        """Kernels of so many iterations: the first starts from the root alone, every other one from a full beam."""
+        return self.plans * self.samples * (1 + (iterations - 1) * self.beam)
+
 
 class ExperiencePair(msgspec.Struct, frozen=True, kw_only=True):
     """Two kernels to compare. A step that made a kernel slower is read backwards."""

@@ -19,7 +19,7 @@ from pytest_klineage.lab.optimizers.klineage import CARD_METHODS, CardMethod, Se
 from pytest_klineage.lab.optimizers.prompts import FOLDER, prompt
 from pytest_klineage.lab.optimizers.session import optimize
 from pytest_klineage.lab.optimizers.task import Task
-from pytest_klineage.records import Category, Noted, SkillCard
+from pytest_klineage.records import CardStatus, Category, Noted, SkillCard
 
 Begin = Callable[..., Session]
 Says = Callable[..., str]
@@ -106,6 +106,20 @@ class TestWhatIsShown:
         notes = [line.event.text for line in read_trajectory(path)[0]
                  if isinstance(line.event, Noted) and line.event.topic == "cards"]  # fmt: skip
         assert notes == ["other, own; some were lifted from this operator and shape"]
+
+    def test_chosen_cards_stand_in_place_of_retrieved_ones(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, card: Card, path: Path
+    ) -> None:
+        backend = scripted([says("accepted.faster 2")])
+        chosen = [card("late", prior=(Category.SIMD,)), card("early", status=CardStatus.CANDIDATE)]
+        method = CardMethod("klineage", CardIndex([card("retrieved")]), cards=chosen)
+        run(method, task, begin(backend), judge, 1)
+        block = backend.asked[0].prefix.context[1]
+        assert "1. early (simd)\n2. late (simd)" in block
+        assert "retrieved" not in block
+        notes = [line.event.text for line in read_trajectory(path)[0]
+                 if isinstance(line.event, Noted) and line.event.topic == "cards"]  # fmt: skip
+        assert notes == ["early, late"]
 
 
 class TestReplies:

@@ -16,7 +16,9 @@ from pytest_klineage.lab.studies.paired import (
     geomean_ratio,
     holm,
     mean_difference,
+    power,
     sign_flip,
+    success_difference,
 )
 
 stats = pytest.importorskip("scipy.stats")
@@ -114,7 +116,57 @@ def test_holm_rejects_what_the_step_down_rule_rejects(p_values: dict[str, float]
         assert {name for name, p in adjusted.items() if p <= alpha} == rejected
 
 
-@pytest.mark.parametrize("use", [sign_flip, mean_difference])
+@pytest.mark.parametrize("use", [sign_flip, mean_difference, lambda pairs: success_difference(discordance(pairs))])
 def test_nothing_is_said_about_no_pairs(use) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="at least one pair"):
         use([])
+
+
+counts = st.tuples(*[st.integers(0, 12)] * 4).filter(any)
+
+
+@given(counts)
+def test_an_interval_of_shares_mirrors_and_holds_its_estimate(given_counts: tuple[int, int, int, int]) -> None:
+    both, first, second, neither = given_counts
+    here = success_difference(discordance(successes(both, first, second, neither)))
+    there = success_difference(discordance(successes(both, second, first, neither)))
+    assert -1 <= here.low <= here.estimate <= here.high <= 1
+    assert here.high > here.low
+    assert (here.low, here.high) == (pytest.approx(-there.high), pytest.approx(-there.low))
+
+
+@given(counts)
+def test_more_pairs_of_the_same_kind_narrow_an_interval(given_counts: tuple[int, int, int, int]) -> None:
+    few = success_difference(discordance(successes(*given_counts)))
+    many = success_difference(discordance(successes(*(16 * count for count in given_counts))))
+    assert many.high - many.low < few.high - few.low
+
+
+def test_an_interval_of_shares_covers_as_often_as_it_says() -> None:
+    generator = random.Random(3)
+    held = 0
+    for _ in range(200):
+        pairs = [Pair("a", float(generator.random() < 0.6), float(generator.random() < 0.3)) for _ in range(40)]
+        interval = success_difference(discordance(pairs))
+        held += interval.low <= 0.3 <= interval.high
+    # 190 of 200 are expected; a binomial of 0.95 is below 179 with probability 0.001
+    assert held >= 179
+
+
+def test_power_is_how_often_the_test_rejects() -> None:
+    generator = random.Random(5)
+    rejected = 0
+    for _ in range(2000):
+        pairs = [Pair("a", float(generator.random() < 0.7), float(generator.random() < 0.4)) for _ in range(40)]
+        rejected += discordance(pairs).p_greater <= 0.05
+    # the standard error of 2000 experiments is 0.009
+    assert power(40, 0.7, 0.4) == pytest.approx(rejected / 2000, abs=0.04)
+    assert 0.8 < power(40, 0.7, 0.4) < 0.82
+    assert power(40, 0.5, 0.5) <= 0.05
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(5, 40), st.floats(0.1, 0.9), st.floats(0.1, 0.9))
+def test_a_larger_effect_is_found_more_often(pairs: int, first: float, second: float) -> None:
+    assert 0 <= power(pairs, min(first, second), second) <= power(pairs, max(first, second), second) + 1e-12
+    assert power(pairs, first, second) <= 1 + 1e-12

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import contest
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -189,3 +190,10 @@ def test_the_released_recipe_is_the_default() -> None:
     assert (SETTINGS.iterations, SETTINGS.beam, SETTINGS.plans, SETTINGS.samples) == (16, 2, 4, 2)
     assert (SETTINGS.new_experiences, SETTINGS.capacity, SETTINGS.success_over) == (8, 16, 1.04)
     assert (SETTINGS.failure_over, SETTINGS.max_output_tokens) == (1.15, 20000)
+
+
+def test_kernels_of_iterations_are_those_of_the_recipe() -> None:
+    """8 in the first iteration, 16 in every later one; no default limit of the comparison ends its search."""
+    assert [SETTINGS.kernels(iterations) for iterations in (1, 2, 16)] == [8, 24, 248]
+    assert AccelOptSettings(beam=3, plans=2, samples=1).kernels(3) == 2 + 6 + 6
+    assert SETTINGS.kernels(SETTINGS.iterations) < contest.STEPS
