@@ -18,6 +18,8 @@ CHANNELS = 64
 STAGES = 4
 MULTIPROCESSORS = 132
 MAX_ELEMENTS = 1 << 31
+MAX_PIXELS = 65535 * 128
+"""Tiles of pixels are the second dimension of a grid."""
 PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 """Of the reordering kernel alone, which has its barriers written out."""
 
@@ -144,6 +146,8 @@ def check(x, w, y, stride, pad):
         raise ValueError(
             f"fewer than 2^31 elements: TileLang counts in 32 bits; got {tuple(x.shape)}, {tuple(y.shape)}"
         )
+    if y.numel() // y.shape[1] > MAX_PIXELS:
+        raise ValueError(f"up to {MAX_PIXELS} pixels of the result; got {tuple(y.shape)}")
     if x.shape[1] % CHANNELS or w.shape[0] % 8:
         raise ValueError(f"C a multiple of {CHANNELS}, F of 8; got {x.shape[1]} and {w.shape[0]}")
 

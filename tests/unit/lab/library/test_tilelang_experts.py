@@ -139,6 +139,8 @@ def test_what_32_bits_do_not_count_is_refused() -> None:
     call(expert("topk"), message, rows, out=(far(1 << 17, 8, dtype=FLOAT), far(1 << 17, 8, dtype=torch.int64)))
     images = far(1 << 11, 64, 128, 128)
     call(expert("conv2d"), message, images, far(64, 64, 3, 3), stride=1, pad=1, out=images)
+    images = far(1 << 9, 64, 128, 129)
+    call(expert("conv2d"), "8388480 pixels", images, far(64, 64, 3, 3), stride=1, pad=1, out=images)
     keys, values = far(1 << 20, 1, 64, dtype=BRAIN), far(1 << 20, 32, 64, dtype=BRAIN)
     gates, state = far(1 << 20, 32, dtype=FLOAT), far(32, 64, 64, dtype=FLOAT)
     call(expert("gdn"), message, keys, keys, values, gates, gates, out=(values, state))
