@@ -17,6 +17,9 @@ CHANNELS = 64
 """Channels of a step: 128 bytes, the width of TMA's swizzle."""
 STAGES = 4
 MULTIPROCESSORS = 132
+MAX_ELEMENTS = 1 << 31
+MAX_PIXELS = 65535 * 128
+"""Tiles of pixels are the second dimension of a grid."""
 PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 """Of the reordering kernel alone, which has its barriers written out."""
 
@@ -139,6 +142,12 @@ def check(x, w, y, stride, pad):
     size = w.shape[2]
     if size % 2 == 0 or pad != size // 2 or stride not in (1, 2) or size > 7:
         raise ValueError(f"odd filters up to 7 padded by half of them, stride 1 or 2; got {size}, {pad}, {stride}")
+    if max(x.numel(), y.numel()) >= MAX_ELEMENTS:
+        raise ValueError(
+            f"fewer than 2^31 elements: TileLang counts in 32 bits; got {tuple(x.shape)}, {tuple(y.shape)}"
+        )
+    if y.numel() // y.shape[1] > MAX_PIXELS:
+        raise ValueError(f"up to {MAX_PIXELS} pixels of the result; got {tuple(y.shape)}")
     if x.shape[1] % CHANNELS or w.shape[0] % 8:
         raise ValueError(f"C a multiple of {CHANNELS}, F of 8; got {x.shape[1]} and {w.shape[0]}")
 

@@ -16,6 +16,7 @@ import tilelang.language as T
 import torch
 
 CHUNK, PART, STAGES = 64, 16, 3
+MAX_ELEMENTS = 1 << 31
 VALUES = 64
 """Value columns of a block: the rows of a warpgroup's product."""
 PREPARE = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True, tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}
@@ -285,13 +286,15 @@ def compiled(make, *arguments):
 
 def check(q, k, v, g, beta, o, state):
     """Raise ValueError outside of the domain."""
-    (_tokens, key_heads, width), heads = q.shape, v.shape[1]
+    (tokens, key_heads, width), heads = q.shape, v.shape[1]
     if not all(tensor.dtype == torch.bfloat16 for tensor in (q, k, v, o)):
         raise ValueError(f"q, k, v and o in bf16 only; got {q.dtype}, {k.dtype}, {v.dtype}, {o.dtype}")
     if not all(tensor.dtype == torch.float32 for tensor in (g, beta, state)):
         raise ValueError(f"g, beta and the state in fp32 only; got {g.dtype}, {beta.dtype}, {state.dtype}")
     if width not in (64, 128) or v.shape[2] != width or heads % key_heads:
         raise ValueError(f"heads of 64 or 128, HV a multiple of HQK; got {tuple(q.shape)}, {tuple(v.shape)}")
+    if tokens * heads * max(width, CHUNK) >= MAX_ELEMENTS:
+        raise ValueError(f"fewer than 2^31 elements: TileLang counts in 32 bits; got {tuple(v.shape)}")
     if not all(tensor.is_contiguous() for tensor in (q, k, v, g, beta, o, state)):
         raise ValueError("contiguous tensors only")
 

@@ -20,6 +20,7 @@ DIGITS = {32: ((20, 12), (10, 10), (0, 10)), 16: ((4, 12), (0, 4))}
 """Lowest bit and width of each pass: twelve bits of a row of normal fp32 numbers leave about a hundred keys."""
 MAX_COLUMNS = 16384
 """16 keys a thread. With 24 of them 1,024 threads spill; counts of keys must fit into 15 bits."""
+MAX_ELEMENTS = 1 << 31
 TIE = 65536
 """What a tie adds to a word that counts winners in its lower half."""
 PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
@@ -230,6 +231,8 @@ def run(x, out):
         raise ValueError(f"up to {MAX_COLUMNS} columns; got {columns}")
     if not (x.is_contiguous() and values.is_contiguous() and indices.is_contiguous()):
         raise ValueError("contiguous tensors only")
+    if x.numel() >= MAX_ELEMENTS:
+        raise ValueError(f"fewer than 2^31 elements: TileLang counts in 32 bits; got {tuple(x.shape)}")
     word = WORDS[x.dtype]
     integer = INTEGERS[word]
     compiled(rows, columns, values.shape[1], word)(x.view(integer), values.view(integer), indices)

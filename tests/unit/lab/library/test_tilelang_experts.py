@@ -130,6 +130,22 @@ def test_gdn(heads: int, width: int, dtype: torch.dtype, message: str, monkeypat
     assert len(asked) == (0 if message else 2)
 
 
+def test_what_32_bits_do_not_count_is_refused() -> None:
+    def far(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    message = "fewer than 2.31 elements"
+    rows = far(1 << 17, 16384, dtype=FLOAT)
+    call(expert("topk"), message, rows, out=(far(1 << 17, 8, dtype=FLOAT), far(1 << 17, 8, dtype=torch.int64)))
+    images = far(1 << 11, 64, 128, 128)
+    call(expert("conv2d"), message, images, far(64, 64, 3, 3), stride=1, pad=1, out=images)
+    images = far(1 << 9, 64, 128, 129)
+    call(expert("conv2d"), "8388480 pixels", images, far(64, 64, 3, 3), stride=1, pad=1, out=images)
+    keys, values = far(1 << 20, 1, 64, dtype=BRAIN), far(1 << 20, 32, 64, dtype=BRAIN)
+    gates, state = far(1 << 20, 32, dtype=FLOAT), far(32, 64, 64, dtype=FLOAT)
+    call(expert("gdn"), message, keys, keys, values, gates, gates, out=(values, state))
+
+
 def call(module: ModuleType, message: str, *inputs: torch.Tensor, **named: object) -> None:
     """Call an expert, which refuses with a message if there is one."""
     if not message:
