@@ -72,8 +72,8 @@ class Plain:
 
 NOVEL_LIMIT_S, GPU_NOVEL_LIMIT_S = 0.02, 0.25
 """Problems that take longer to make than this are not made while timing, but before: see STOCK. A pair on a CPU takes
-about as long: one new problem in four pairs of 0.15 s took most of the time limit for attention and gated delta rules. On
-a GPU a pair is two blocks of many calls."""
+about as long: making one of 0.15 s for every fourth took most of the time limit for attention and gated delta rules.
+On a GPU a pair is two blocks of many calls."""
 STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 """How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""

@@ -13,6 +13,7 @@ import pytest
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import DeadlineExceeded, MissingDependency, WorkerDied
+from pytest_klineage.gate.host.cpu import family_ticks
 from pytest_klineage.gate.host.hosts import host_for
 from pytest_klineage.gate.supervise import (
     LOG_FLOOD_BYTES,
@@ -321,6 +322,16 @@ class TestProcesses:
             assert processes.template("none") is not first
         finally:
             processes.close()
+
+    @pytest.mark.parametrize("sandbox", [True, False])
+    def test_the_cpu_time_of_an_ended_worker_is_that_of_the_family(self, start: Start, sandbox: bool) -> None:
+        before = family_ticks(os.getpid())
+        worker, channel = start(
+            "import time\nwhile time.process_time() < 1.0:\n    pass\nrun = print\n", sandbox=sandbox
+        )
+        assert isinstance(answer(channel), KernelLoaded)
+        worker.end()
+        assert family_ticks(os.getpid()) - before >= 0.9 * os.sysconf("SC_CLK_TCK")
 
     @pytest.mark.parametrize(("environment", "faults"), [(host_for("cpu", "all").environment, False), ({}, True)])
     def test_memory_that_a_kernel_frees_stays_with_its_process(
