@@ -33,7 +33,7 @@ TARGETS = (0.0, 0.5, 0.95, 1.0)
 ROUND = (UNCHANGED, 0.03, UNCHANGED, 0.05, UNCHANGED, 0.1, UNCHANGED, 0.2, UNCHANGED)
 ROUNDS = 4
 LEAST_UNCHANGED = 100
-TIME_LIMIT_S = 5.0
+TIME_LIMIT_S = 4.0
 ATTEMPTS = 3
 """Judgements on a busy machine, one after the other, after which a run ends: the same command goes on later."""
 NAME = "detection-cpu"
