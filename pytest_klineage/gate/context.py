@@ -230,9 +230,9 @@ class JudgementContext:
     def restart(self) -> None:
         """Start both sides again, in new processes that load at the same time, with the jobs they had.
 
-        Both have ended before either starts, and who starts first is drawn: a process is given the pages of memory that
-        were freed last, and would get its own again, with what they do to its times, at every start. The reference keeps
-        the variant that it has chosen.
+        Both have ended before either starts, and who starts first is drawn: a process is given the pages of memory
+        that were freed last, and would get its own again, with what they do to its times, at every start. The reference
+        keeps the variant that it has chosen.
         """
         for role in SIDES:
             # Ended first: after a request to stop, what it had loaded could no longer be seen.
