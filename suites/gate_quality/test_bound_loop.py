@@ -31,7 +31,7 @@ APART = 0.15
 PAIRS = 60
 LOOP_LIMIT_S = 120.0
 DIFFERENCES = (
-    "What is left: a call of the gate has new inputs, in a process that stood still while another one compared outputs, "
+    "What is left: a call of the gate has new inputs, in a process that stood still while another one compared, "
     "wrote these inputs and flushed. Where that costs a call ten microseconds, it is a tenth of Top-K's kernel."
 )
 LOOP = Path(__file__).parent / "bound_loop.py"
