@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import random
 import secrets
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pytest_klineage.gate.settings import GateSettings, for_screening
 from pytest_klineage.gate.shared_reference import SharedReference
 from pytest_klineage.gate.stages.audit import Audit
 from pytest_klineage.gate.supervise import CALL_SLACK_S, Processes, Worker
+from pytest_klineage.gate.timing.policy import SIDES
 from pytest_klineage.operators import operator_of
 from pytest_klineage.records import (
     Build,
@@ -254,21 +256,24 @@ class JudgementContext:
     def restart(self) -> None:
         """Start both sides again, in new processes that load at the same time, with the jobs they had.
 
-        The reference keeps the variant that it has chosen.
+        Both have ended before either starts, and who starts first is drawn: a process is given the pages of memory
+        that were freed last, and would get its own again, with what they do to its times, at every start. The reference
+        keeps the variant that it has chosen.
         """
-        for role in ("reference", "candidate"):
-            worker = self.workers[role]
+        for role in SIDES:
             # Ended first: after a request to stop, what it had loaded could no longer be seen.
-            ended = worker.end()
+            ended = self.workers[role].end()
             self.processes.ask_oracle(Detach(role=role), Attached, CALL_SLACK_S)
             if role == "candidate":
                 self.libraries |= set(ended.libraries)
-                self.log = self.log or findings.clean(worker.log.text())
+                self.log = self.log or findings.clean(self.workers[role].log.text())
+        drawn = random.SystemRandom().sample(SIDES, len(SIDES))
+        for role in drawn:
             job, preload = self.jobs[role]
             if role == "reference":
                 job = msgspec.structs.replace(job, **chosen_variant(self.reference_facts))
             self._launch(role, job, preload)
-        for role in ("reference", "candidate"):
+        for role in drawn:
             self._attach(role)
 
     def memory_reason(self) -> Reason | None:

@@ -23,6 +23,7 @@ from pytest_klineage.errors import (
     UsageError,
     WorkerDied,
 )
+from pytest_klineage.gate.host.cpu import KEPT_MEMORY
 from pytest_klineage.records.messages import FromOracle, Job, OracleFault, ToOracle, WorkerFailure
 from pytest_klineage.records.template_messages import End, Spawn, Spawned, WorkerExit
 
@@ -33,9 +34,6 @@ START_DEADLINE_S = 120.0
 END_DEADLINE_S = 15.0
 CALL_SLACK_S = 30.0
 """Time beside the kernel's own deadline that one request to the oracle may take."""
-KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-"""For glibc: large tensors lie in memory that the process keeps, up to 1 GiB of it unused, instead of in pages that the
-system clears again for every one of them, which is a third of an oracle's CPU time."""
 LOG_KEPT_BYTES = 16 * 1024
 LOG_FLOOD_BYTES = 8 << 20
 """A candidate that prints more than this is ended: no verdict needs it, and a disk or a terminal might suffer."""

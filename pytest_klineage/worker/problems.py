@@ -70,8 +70,10 @@ class Plain:
         self.undo: Undo = lambda outputs: outputs
 
 
-NOVEL_LIMIT_S = 0.25
-"""Problems that take longer to make than this are not made while timing, but before: see STOCK."""
+NOVEL_LIMIT_S, GPU_NOVEL_LIMIT_S = 0.02, 0.25
+"""Problems that take longer to make than this are not made while timing, but before: see STOCK. A pair on a CPU takes
+about as long: making one of 0.15 s for every fourth took most of the time limit for attention and gated delta rules.
+On a GPU a pair is two blocks of many calls."""
 STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 """How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
@@ -99,7 +101,7 @@ class ProblemSet:
         first = time.monotonic()
         drawn = self.novel()
         seconds = time.monotonic() - first
-        self.novel_is_cheap = seconds <= NOVEL_LIMIT_S
+        self.novel_is_cheap = seconds <= (NOVEL_LIMIT_S if self.device == "cpu" else GPU_NOVEL_LIMIT_S)
         self.stock: list[Problem] = []
         self.stock_size = self.size_of_stock(seconds) if self.has_symmetry and not self.novel_is_cheap else 0
         perturbed = chosen.perturb(self.case, self.timed[0].inputs, self.random(PERTURBED))

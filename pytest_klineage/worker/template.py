@@ -126,10 +126,11 @@ def keep(job: Job, namespaces: tuple[str, ...], channel_fd: int, log_fd: int, st
             run_to_the_end(job, channel_fd, log_fd, active)
         os.close(channel_fd)
         os.close(log_fd)
-        signal.signal(signal.SIGTERM, lambda _number, _frame: end_family(child))
+        inside = "namespace:pid" in active
+        signal.signal(signal.SIGTERM, lambda _number, _frame: end_family(child, inside=inside))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         status = wait_for(child)
-        if "namespace:pid" not in active:
+        if not inside:
             os.write(status_fd, status.to_bytes(4, "little"))
         end_family(child)
     finally:
@@ -147,6 +148,7 @@ def become_init(status_fd: int, channel_fd: int, log_fd: int) -> None:
         containment.die_with_parent()
         return
     try:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: os.kill(worker, signal.SIGKILL))
         containment.die_with_parent()
         os.close(channel_fd)
         os.close(log_fd)
@@ -187,10 +189,18 @@ def wait_for(worker: int) -> int:
             return status
 
 
-def end_family(worker: int) -> None:
-    """Kill this process's children until there are none, then exit: every round kills all that it sees."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(worker, signal.SIGKILL)
+def end_family(worker: int, *, inside: bool = False) -> None:
+    """Kill this process's children until there are none, then exit: every round kills all that it sees.
+
+    The first process `inside` of a namespace is asked first to end the worker and to wait for it. Killed, it takes all
+    others along, which no process waits for: their CPU time would be lost, and count as that of strangers.
+    """
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        if inside:
+            os.kill(worker, signal.SIGTERM)
+            reap(worker)
+        else:
+            os.kill(worker, signal.SIGKILL)
     deadline = time.monotonic() + KILL_LIMIT_S
     while time.monotonic() < deadline:
         for pid in children(os.getpid()):

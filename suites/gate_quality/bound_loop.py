@@ -1,7 +1,7 @@
-"""A plain timing loop: python bound_loop.py OPERATOR LIBRARY ENTRY FLUSH_BYTES CALLS, prints milliseconds as JSON.
+"""A plain timing loop: python bound_loop.py OPERATOR LIBRARY ENTRY FLUSH_BYTES PAIRS, prints milliseconds as JSON.
 
-One side after the other in this process, whose OpenMP threads the environment binds: a flush, then a call between two
-reads of the clock. Nothing is checked here.
+Both sides in turns in this process, whose OpenMP threads the environment binds: a flush, then a call between two reads
+of the clock. Nothing is checked here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy
@@ -38,39 +38,40 @@ def filled(case: KernelCase) -> SharedArena:
     return arena
 
 
-def timed(call: Callable[[], object], flush: numpy.ndarray, calls: int) -> list[float]:
-    """Milliseconds of every call.
+def timed(sides: Sequence[Callable[[], object]], flush: numpy.ndarray, pairs: int) -> list[list[float]]:
+    """Milliseconds of every call of each side.
 
-    The flush is by this thread on another processor, as the gate's is by another process: operands lie in memory then,
-    while the code that is called may still lie in its own processor's cache.
+    In turns, first second second first: what slows a virtual machine for a second or two hits both alike. The flush is
+    by this thread on another processor, as the gate's is by another process: operands lie in memory then, while the
+    code that is called may still lie in its own processor's cache.
     """
     own = os.sched_getaffinity(0)
     other = PROCESSORS - own or PROCESSORS
-    for _ in range(WARMUP):
-        call()
-    found = []
-    for _ in range(calls):
-        os.sched_setaffinity(0, other)
-        flush += 1.0
-        os.sched_setaffinity(0, own)
-        start = time.perf_counter_ns()
-        call()
-        found.append((time.perf_counter_ns() - start) / 1e6)
+    for side in sides:
+        for _ in range(WARMUP):
+            side()
+    found: list[list[float]] = [[] for _ in sides]
+    for number in range(pairs):
+        for index in (0, 1) if number % 2 == 0 else (1, 0):
+            os.sched_setaffinity(0, other)
+            flush += 1.0
+            os.sched_setaffinity(0, own)
+            start = time.perf_counter_ns()
+            sides[index]()
+            found[index].append((time.perf_counter_ns() - start) / 1e6)
     return found
 
 
-def main(name: str, library: str, entry: str, flush_bytes: str, calls: str) -> None:
+def main(name: str, library: str, entry: str, flush_bytes: str, pairs: str) -> None:
     """Time both sides and print them."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     case = paper_case(name, "cpu", "torch")
     arena, flush = filled(case), numpy.zeros(int(flush_bytes) // 4, dtype=numpy.float32)
     inputs, outputs = arena.inputs(0), arena.outputs(0)
     run_reference = reference(case.reference).prepare(case)
     native = NativeKernel(Path(library), entry).bind(arena.memory, arena.arena.slots[0], arena.arena.scalars)
-    found = {
-        "reference": timed(lambda: run_reference(inputs, outputs), flush, int(calls)),
-        "candidate": timed(native, flush, int(calls)),
-    }
-    sys.stdout.write(json.dumps(found))
+    reference_ms, candidate_ms = timed((lambda: run_reference(inputs, outputs), native), flush, int(pairs))
+    sys.stdout.write(json.dumps({"reference": reference_ms, "candidate": candidate_ms}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import msgspec
 
 from pytest_klineage.gate.findings import busy_reason
 from pytest_klineage.gate.host.cpu import (
+    KEPT_MEMORY,
     PEAK_BYTES_PER_CORE,
     LoadMeter,
     cache_sizes,
@@ -165,7 +166,7 @@ class CpuHost(Host):
     device, lock = "cpu", "cpu"
 
     def __init__(self) -> None:
-        self.environment = {}
+        self.environment = dict(KEPT_MEMORY)
 
     def flush_bytes(self, operand_bytes: int) -> int:
         return flush_size(operand_bytes, cache_sizes())

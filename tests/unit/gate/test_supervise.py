@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ import pytest
 
 from pytest_klineage.channel import Channel
 from pytest_klineage.errors import DeadlineExceeded, MissingDependency, WorkerDied
+from pytest_klineage.gate.host.cpu import family_ticks
+from pytest_klineage.gate.host.hosts import host_for
 from pytest_klineage.gate.supervise import (
     LOG_FLOOD_BYTES,
     LOG_KEPT_BYTES,
@@ -24,6 +27,20 @@ from pytest_klineage.gate.supervise import (
 from pytest_klineage.records.messages import FromWorker, Job, KernelLoaded, LoadFailed, StopWorker
 
 Start = Callable[..., tuple[Worker, Channel]]
+CHURN = """
+import resource
+
+def blocks():
+    return [bytearray(3 << 20) for _ in range(3)]
+
+for _ in range(3):
+    blocks()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(3):
+    blocks()
+raise RuntimeError(f"{resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before} page faults")
+"""
+"""27 MB of memory in nine blocks, after as much of it has been freed: 6900 pages of 4 KiB."""
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +322,33 @@ class TestProcesses:
             assert processes.template("none") is not first
         finally:
             processes.close()
+
+    @pytest.mark.parametrize("sandbox", [True, False])
+    def test_the_cpu_time_of_an_ended_worker_is_that_of_the_family(self, start: Start, sandbox: bool) -> None:
+        before = family_ticks(os.getpid())
+        worker, channel = start(
+            "import time\nwhile time.process_time() < 1.0:\n    pass\nrun = print\n", sandbox=sandbox
+        )
+        assert isinstance(answer(channel), KernelLoaded)
+        worker.end()
+        assert family_ticks(os.getpid()) - before >= 0.9 * os.sysconf("SC_CLK_TCK")
+
+    @pytest.mark.parametrize(("environment", "faults"), [(host_for("cpu", "all").environment, False), ({}, True)])
+    def test_memory_that_a_kernel_frees_stays_with_its_process(
+        self, environment: dict[str, str], faults: bool, tmp_path: Path
+    ) -> None:
+        (tmp_path / "kernel.py").write_text(CHURN)
+        processes = Processes(1, environment)
+        try:
+            worker = Worker(processes.template("none"), Job(surface="python", artifact=str(tmp_path), entry="run"))
+            failed = answer(Channel(worker.oracle_end))
+            worker.end()
+        finally:
+            processes.close()
+        assert isinstance(failed, LoadFailed)
+        found = re.search(r"(\d+) page faults", failed.message)
+        assert found is not None
+        assert (int(found[1]) > 1000) is faults
 
     def test_a_template_that_died_is_replaced(self) -> None:
         processes = Processes(1)

@@ -320,6 +320,13 @@ def test_slow_problems_come_from_a_stock(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(sums) == 14
 
 
+def test_the_limit_of_a_cpu_is_not_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_klineage.worker.problems.NOVEL_LIMIT_S", 60.0)
+    monkeypatch.setattr("pytest_klineage.worker.problems.GPU_NOVEL_LIMIT_S", 0.0)
+    found = opened(make_case(softmax, (5, 6), "fp32", "torch"))
+    assert (found.novel_is_cheap, found.stock_size) == (True, 0)
+
+
 def test_the_oracle_makes_the_stock_once_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_klineage.worker.problems.NOVEL_LIMIT_S", 0.0)
     ours, theirs = socket.socketpair()
