@@ -24,7 +24,7 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.chains import Keys, chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import Study, report
-from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict, from_json
+from pytest_klineage.records import AdmissionRule, SkillCard, Surface, Timing, Trial, TrialOutcome, Verdict, from_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
@@ -116,14 +116,14 @@ def accepted(contract: str) -> str:
 
 
 def sweeps() -> str:
-    """The experts' sweeps: mean and slowest case of each beside what is asked for, then every case."""
+    """The CUDA experts' sweeps: mean and slowest case of each beside what is asked for, then every case in any language."""
     asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
     if not (ROOT / "results" / SWEPT / "records.jsonl").is_file():
         count = sum(len(sweep["cases"]) for sweep in asked.values())
         return f"Not measured yet: {count} cases are defined; `pytest suites/experts --platform sm90` judges them.\n"
-    verdicts = published(SWEPT)
+    swept = [one for one in published(SWEPT) if one.surface == Surface.CUDA]
     rows = [
-        sweep_row(name, sweep, [one for one in verdicts if one.case.operator == name]) for name, sweep in asked.items()
+        sweep_row(name, sweep, [one for one in swept if one.case.operator == name]) for name, sweep in asked.items()
     ]
     headers = ("sweep", "accepted", "geomean", "asked", "slowest case", "asked")
     return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n\n{main_tier(SWEPT)}"
