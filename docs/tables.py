@@ -116,7 +116,7 @@ def accepted(contract: str) -> str:
 
 
 def sweeps() -> str:
-    """The CUDA experts' sweeps: mean and slowest case of each beside what is asked for, then every case in any language."""
+    """Sweeps of the CUDA experts: mean and slowest case beside what is asked for; then every case, in any language."""
     asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
     if not (ROOT / "results" / SWEPT / "records.jsonl").is_file():
         count = sum(len(sweep["cases"]) for sweep in asked.values())
