@@ -115,7 +115,7 @@ def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str
         if cells:
             headers = [family, "torch us", "vendor us", "ref us", *arms, *(f"{name} effect" for name, *_ in effects)]
             parts.append(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))
-    parts.append(means(by_row, arms))
+    parts.append(means(by_row, arms, effects))
     parts += [f"{arm}: {why}" for arm, why in absent.items()]
     return "\n\n".join(parts)
 
@@ -135,26 +135,38 @@ def cells_of(
     ]  # fmt: skip
 
 
-def means(by_row: dict[int, dict[str, Measured]], arms: Sequence[str]) -> str:
-    """Geometric mean, coverage and rows reached, by family and of all."""
+def means(by_row: dict[int, dict[str, Measured]], arms: Sequence[str], effects: Sequence[tuple[str, str, str]]) -> str:
+    """Geometric mean with its interval, coverage and rows reached, by family and of all; then the effects' means."""
     lines = []
     for name in (*FAMILIES, "all"):
-        rows = [row for row in ROWS if name in ("all", row.family) and row.number in by_row]
+        rows = [by_row[row.number] for row in ROWS if name in ("all", row.family) and row.number in by_row]
         if rows:
-            lines.append(
-                [f"{name} ({len(rows)})", *(mean([by_row[row.number].get(arm) for row in rows]) for arm in arms)]
-            )
-    headers = ["geomean, coverage, reached", *arms]
+            cells = [mean([row.get(arm) for row in rows]) for arm in arms]
+            ratios = [[over(row.get(one), row.get(other)) for row in rows] for _name, one, other in effects]
+            cells += [interval(geomean(found)) for found in ratios]
+            lines.append([f"{name} ({len(rows)})", *cells])
+    headers = ["geomean, coverage, reached", *arms, *(f"{name} effect" for name, *_ in effects)]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def mean(found: Sequence[Measured | None]) -> str:
-    """Mean of the rows that were timed, how many were, and how many are REACHED: "1.21x, 8/8, 8"."""
+    """Mean of the rows that were timed, how many were, and how many are REACHED: "1.210 [1.200, 1.220], 8/8, 8"."""
     scored = [one.speedup for one in found if one is not None and one.speedup is not None]
-    if not scored:
+    value = geomean(scored)
+    if value is None:
         return "-"
-    value = math.exp(sum(math.log(one.estimate) for one in scored) / len(scored))
-    return f"{value:.3f}x, {len(scored)}/{len(found)}, {sum(one.low >= REACHED for one in scored)}"
+    return f"{interval(value)}, {len(scored)}/{len(found)}, {sum(one.low >= REACHED for one in scored)}"
+
+
+def geomean(found: Sequence[Interval | None]) -> Interval | None:
+    """Geometric mean of the intervals that are there, whose rows err independently; None without any."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    value = math.exp(sum(math.log(one.estimate) for one in known) / len(known))
+    below = math.hypot(*(math.log(one.estimate / one.low) for one in known)) / len(known)
+    above = math.hypot(*(math.log(one.high / one.estimate) for one in known)) / len(known)
+    return msgspec.structs.replace(known[0], estimate=value, low=value * math.exp(-below), high=value * math.exp(above))
 
 
 def over(one: Measured | None, other: Measured | None) -> Interval | None:

@@ -1,4 +1,4 @@
-"""Which point the arms blind and card take for each row: every point is judged for two seconds, the fastest is kept.
+"""Which point the arms blind and card take for each row, which kernel the arm expert: the fastest of two seconds each.
 
 pytest suites/flaggems/test_sweep.py --platform sm90 --for 9 [--klineage-method blind] [-k "09- or 10-"]
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from arms import SWEPT, Chosen, card_points, configured, points_of
+from arms import SWEPT, Chosen, at_point, card_points, points_of
 from rows import ROWS, Row
 from table import Key, Measured, append, measured, on_device, read, skip_unless_due
 
@@ -67,7 +67,7 @@ def choices(found: dict[Key, Measured], platform: str) -> list[Chosen]:
     for row in ROWS:
         for arm in SWEPT:
             points = points_of(arm, row)
-            judged = [(by_digest.get(configured(row, point, arm).digest), point) for point in points]
+            judged = [(by_digest.get(at_point(row, arm, point, arm).digest), point) for point in points]
             timed = [(one.speedup.estimate, point) for one, point in judged if one is not None and one.speedup]
             if timed:
                 speedup, best = max(timed, key=lambda item: item[0])
@@ -83,9 +83,9 @@ def test_point(
     write_line: Callable[[str], None], row: Row, arm: str, position: int,
 ) -> None:  # fmt: skip
     """Judge one point, unless it is known or time is up."""
-    source = configured(row, points_of(arm, row)[position], f"{arm}{position}")
+    source = at_point(row, arm, points_of(arm, row)[position], f"{arm}{position}")
     skip_unless_due(swept, device, source.digest, until)
-    verdict = short_gate.judge(row.case(klineage_session.platform, "flaggems"), source)
+    verdict = short_gate.judge(row.case(klineage_session.platform, "flaggems", arm), source)
     # Not among the runs: a report shows what was chosen, from its own run.
     with swept.with_name(f"sweep-{klineage_session.platform}-verdicts.jsonl").open("ab") as file:
         file.write(to_json(verdict) + b"\n")
