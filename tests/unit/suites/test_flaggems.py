@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pytest_klineage import UsageError, make_case  # noqa: E402  # after torch is known to be there
+from pytest_klineage.lab.library.cards import find_cards  # noqa: E402
 from pytest_klineage.operators import operator_of  # noqa: E402
 from pytest_klineage.operators.null_models import lint_case  # noqa: E402
 from pytest_klineage.records import Interval, KernelCase, KernelSource  # noqa: E402
@@ -34,7 +37,7 @@ functional = torch.nn.functional
 @pytest.fixture(scope="module")
 def suite() -> dict[str, ModuleType]:
     """The suite's modules by name."""
-    return {name: importlib.import_module(name) for name in ("rows", "arms", "table", "tune", "test_sweep")}
+    return {name: importlib.import_module(name) for name in ("rows", "arms", "steering", "table", "tune", "test_sweep")}
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +129,7 @@ def test_blind_points_are_drawn_from_the_grid(suite: dict[str, ModuleType]) -> N
 def test_an_arm_without_cards_says_so(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     arms, row = suite["arms"], suite["rows"].ROWS[14]
     monkeypatch.setattr(arms, "card_points", lambda: {})
-    assert arms.source_of(row, "card") == "no SM90 cards yet"
+    assert arms.source_of(row, "card") == arms.NO_CARDS
     assert "test_sweep.py" in arms.source_of(row, "blind")
     proposed = arms.CardPoints(row=15, cards=("rows-in-registers",), points=({"rows": 2, "warps": 4},))
     monkeypatch.setattr(arms, "card_points", lambda: {15: proposed})
@@ -147,6 +150,63 @@ def test_points_of_cards_are_read_with_their_names(
     path.write_text('[[rows]]\nrow = "fifteen"\n')
     with pytest.raises(UsageError, match=r"card\.toml"):
         arms.card_points.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "votes"),
+    [
+        ({"tile_cols": "128 -> 256", "threads": "288", "stages": "4"}, 0,
+         {"block_n": [256], "threads": [288], "stages": [4]}),
+        ({"gemm": "288 threads, 4 stages", "attention": "384 threads, 2 stages each", "CONSUMERS": "2"}, 0,
+         {"stages": [4], "threads": [256], "block_m": [128]}),
+        ({"gemm": "288 threads, 4 stages", "attention": "384 threads, 2 stages each", "CONSUMERS": "2"}, 8,
+         {"stages": [2], "threads": [256], "block_m": [128]}),
+        ({"stages": "4 (gemm, depth 64), 2 (fmha, 128 keys)"}, 8, {"stages": [2], "block_n": [128]}),
+        ({"selection": "1024 threads", "attention": "128 threads"}, 14, {"warps": [32]}),
+        ({"pitch": "17", "wide": "warp 64x32", "mma": "m64n200k16"}, 0, {}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_card_are_read_as_votes(
+    suite: dict[str, ModuleType], settings: dict[str, str], row: int, votes: dict[str, list[int]]
+) -> None:
+    card = msgspec.structs.replace(find_cards(SUITE.parents[1] / "skills")[0], settings=settings)
+    assert suite["steering"].figures(card, suite["rows"].ROWS[row]) == votes
+
+
+def test_points_nearest_to_a_card_come_first(suite: dict[str, ModuleType]) -> None:
+    steering, row = suite["steering"], suite["rows"].ROWS[0]
+    card, other = find_cards(SUITE.parents[1] / "skills")[:2]
+    wide = msgspec.structs.replace(card, settings={"tile": "128x256x64", "stages": "4", "threads": "256"})
+    mute = msgspec.structs.replace(other, settings={"pitch": "17"})
+    found = steering.steered(row, [mute, wide])
+    assert [name.partition("@")[0] for name in found.cards] == [wide.name]
+    assert found.points[0] == {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 4, "threads": 256}
+    assert len(found.points) == suite["arms"].POINTS
+    assert all(suite["arms"].fits(row, point) for point in found.points)
+    assert steering.steered(row, [mute]) is None
+    assert tomllib.loads(steering.as_toml([found]))["rows"][0]["points"] == list(found.points)
+
+
+def test_every_row_has_steered_points_that_fit(suite: dict[str, ModuleType]) -> None:
+    arms = suite["arms"]
+    assert sorted(arms.card_points()) == list(range(1, 23))
+    for row in suite["rows"].ROWS:
+        points = arms.card_points()[row.number].points
+        assert len({str(point) for point in points}) == arms.POINTS
+        assert all(arms.fits(row, point) for point in points)
+
+
+def test_an_expert_is_chosen_among_kernels(suite: dict[str, ModuleType]) -> None:
+    arms = suite["arms"]
+    for row in suite["rows"].ROWS:
+        kernels, points = arms.experts_of(row), arms.points_of("expert", row)
+        assert len({kernel.digest for kernel in kernels}) == len(kernels)
+        assert kernels[0].surface == "cuda"
+        assert len(points) == (len(kernels) if len(kernels) > 1 else 0)
+        assert arms.source_of(row, "expert") == kernels[0]
+        for i, point in enumerate(points):
+            chosen = arms.Chosen(row=row.number, arm="expert", point=point, speedup=1.0, platform="sm90")
+            assert arms.source_of(row, "expert", chosen).digest == kernels[i].digest
 
 
 def test_a_limit_of_time_skips_what_is_known_or_late(suite: dict[str, ModuleType], tmp_path: Path) -> None:
@@ -176,7 +236,8 @@ def test_a_sweep_keeps_the_fastest_point(suite: dict[str, ModuleType], tmp_path:
     for i, speed in enumerate([1.0, None, 1.2, 1.1]):
         table.append(path, measured(suite, f"blind{i}", digests[i], speed))
     path.write_bytes(path.read_bytes() + b'{"cut')
-    (chosen,) = suite["test_sweep"].choices(table.read(path), "sm90")
+    chosen, *shared = suite["test_sweep"].choices(table.read(path), "sm90")
+    assert all(item.arm != "blind" and item.cards for item in shared)
     assert (chosen.row, chosen.arm, chosen.point, chosen.speedup) == (15, "blind", points[2], 1.2)
     (tmp_path / "choices.json").write_bytes(msgspec.json.encode([chosen]))
     assert arms.read_choices(tmp_path / "choices.json") == {(15, "blind"): chosen}
@@ -188,13 +249,21 @@ def test_the_table_has_effects_and_what_is_absent(suite: dict[str, ModuleType]) 
         measured(suite, "blind", "b", 1.1),
         measured(suite, "expert", "c", None),
     ]
-    text = suite["table"].tables(found, suite["arms"].ARMS, {"card": "no SM90 cards yet"})
+    text = suite["table"].tables(found, suite["arms"].ARMS, {"card": "no cards"})
     line = next(line for line in text.splitlines() if "15-rms_norm" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:5] == ["80.0", "65.0", "70.0", "1.000 [0.990, 1.010]"]
     assert cells[7:] == ["accepted", "1.100 [1.078, 1.122]", "-"]
-    assert "1.100x, 1/1, 1" in text
-    assert "card: no SM90 cards yet" in text
+    assert "1.100 [1.089, 1.111], 1/1, 1 " in text
+    assert "card: no cards" in text
+
+
+def test_a_mean_is_narrower_than_its_rows(suite: dict[str, ModuleType]) -> None:
+    mean = suite["table"].geomean([Interval(1.0, 0.99, 1.02), None, Interval(1.21, 1.21 * 0.99, 1.21 * 1.02)])
+    assert mean.estimate == pytest.approx(1.1)
+    assert mean.low == pytest.approx(1.1 * 0.99 ** (1 / math.sqrt(2)))
+    assert mean.high == pytest.approx(1.1 * 1.02 ** (1 / math.sqrt(2)))
+    assert suite["table"].geomean([None]) is None
 
 
 def test_tuning_keeps_the_fastest_of_three(suite: dict[str, ModuleType], tmp_path: Path) -> None:
