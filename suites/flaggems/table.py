@@ -55,7 +55,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def measured(row: Row, arm: str, platform: str, verdict: Verdict) -> Measured:
     """What a verdict says of a row."""
-    timing = verdict.timing if verdict.scored else None
+    timing = verdict.timing if verdict.ranked else None
     facts = verdict.reference
     times = {name.removeprefix(MEASURED): float(value) for name, value in facts.items() if name.startswith(MEASURED)}
     return Measured(

@@ -243,6 +243,14 @@ def test_a_sweep_keeps_the_fastest_point(suite: dict[str, ModuleType], tmp_path:
     assert arms.read_choices(tmp_path / "choices.json") == {(15, "blind"): chosen}
 
 
+def test_a_point_is_screened_against_its_arms_best(suite: dict[str, ModuleType]) -> None:
+    sweep, row = suite["test_sweep"], suite["rows"].ROWS[14]
+    points = [("blind0", 1.1, 15), ("blind10", 1.2, 15), ("blind2", None, 15), ("card1", 1.5, 15), ("blind0", 1.6, 16)]
+    found = [measured(suite, arm, f"{arm}-{number}", speed, number) for arm, speed, number in points]
+    assert sweep.best_so_far({one.key: one for one in found}, row, "blind") == 1.2
+    assert sweep.best_so_far({}, row, "blind") == 1.0
+
+
 def test_the_table_has_effects_and_what_is_absent(suite: dict[str, ModuleType]) -> None:
     found = [
         measured(suite, "idiom", "a", 1.0),
