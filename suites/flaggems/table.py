@@ -85,9 +85,19 @@ def on_device(found: dict[Key, Measured], device: str) -> dict[Key, Measured]:
     return {key: one for key, one in found.items() if one.device == device}
 
 
-def skip_unless_due(path: Path, device: str, digest: str, until: float) -> None:
-    """With a limit of time (`until`, on the monotonic clock, above 0): skip a kernel that is known, or too late."""
-    if until and any(one.digest == digest for one in on_device(read(path), device).values()):
+def known(found: dict[Key, Measured], row: Row, digest: str) -> Measured | None:
+    """What was measured of a kernel for a row, in any arm: rows share kernels, and arms share configurations."""
+    return next((one for one in found.values() if (one.row, one.digest) == (row.number, digest)), None)
+
+
+def skip_unless_due(path: Path, device: str, row: Row, arm: str, digest: str, until: float) -> None:
+    """With a limit of time (`until`, on the monotonic clock, above 0): skip a kernel that is known, or too late.
+
+    One that is known from another arm is kept for this one, too.
+    """
+    if until and (one := known(on_device(read(path), device), row, digest)) is not None:
+        if one.arm != arm:
+            append(path, msgspec.structs.replace(one, arm=arm))
         pytest.skip("it was judged before, on this device")
     if until and time.monotonic() > until:
         pytest.skip("time is up; the same command goes on")
@@ -170,10 +180,12 @@ def geomean(found: Sequence[Interval | None]) -> Interval | None:
 
 
 def over(one: Measured | None, other: Measured | None) -> Interval | None:
-    """How many times faster the second arm is than the first; both were paired with the same reference."""
+    """How many times faster the second arm is than the first, where both were paired with FlagGems; 1 of one kernel."""
     if one is None or other is None or one.speedup is None or other.speedup is None:
         return None
     a, b = one.speedup, other.speedup
+    if one.digest == other.digest:
+        return msgspec.structs.replace(b, estimate=1.0, low=1.0, high=1.0)
     return msgspec.structs.replace(b, estimate=b.estimate / a.estimate, low=b.low / a.high, high=b.high / a.low)
 
 

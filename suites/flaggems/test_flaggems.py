@@ -65,7 +65,9 @@ def kept(klineage_session: KlineageSession, results: Path, request: pytest.Fixtu
     new: list[Measured] = []
     yield new
     platform = klineage_session.platform
-    everything = on_device(read(results / f"{platform}.jsonl"), new[-1].device) if new else {}
+    goes_on = request.config.getoption("--for") and klineage_session.gate_settings.stage == "all"
+    device = new[-1].device if new else klineage_session.gate.machine().device if goes_on else ""
+    everything = on_device(read(results / f"{platform}.jsonl"), device)
     if not everything:
         return
     arms = CPU_ARMS if platform == "cpu" else ARMS
@@ -86,7 +88,8 @@ def test_flaggems(
     if isinstance(source, str):
         pytest.skip(f"{row.name(platform)}, {arm}: {source}")
     if until:
-        skip_unless_due(results / f"{platform}.jsonl", request.getfixturevalue("device"), source.digest, until)
+        device = request.getfixturevalue("device")
+        skip_unless_due(results / f"{platform}.jsonl", device, row, arm, source.digest, until)
     verdict = kernel_gate(source, case=row.case(platform, REFERENCE.get(platform, "flaggems"), arm))
     if verdict.scored:
         one = measured(row, arm, platform, verdict)

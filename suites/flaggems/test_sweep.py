@@ -18,7 +18,7 @@ import msgspec
 import pytest
 from arms import SWEPT, Chosen, at_point, card_points, points_of
 from rows import ROWS, Row
-from table import Key, Measured, append, measured, on_device, read, skip_unless_due
+from table import Key, Measured, append, known, measured, on_device, read, skip_unless_due
 
 from pytest_klineage import Gate, GateSettings, KlineageSession
 from pytest_klineage.executors.base import ExecutorGate
@@ -64,12 +64,11 @@ def swept(klineage_session: KlineageSession, device: str) -> Iterator[Path]:
 
 def choices(found: dict[Key, Measured], platform: str) -> list[Chosen]:
     """The fastest point of each row and arm. A configuration that two arms share was judged once."""
-    by_digest = {one.digest: one for one in found.values()}
     made = []
     for row in ROWS:
         for arm in SWEPT:
             points = points_of(arm, row)
-            judged = [(by_digest.get(at_point(row, arm, point, arm).digest), point) for point in points]
+            judged = [(known(found, row, at_point(row, arm, point, arm).digest), point) for point in points]
             timed = [(one.speedup.estimate, point) for one, point in judged if one is not None and one.speedup]
             if timed:
                 speedup, best = max(timed, key=lambda item: item[0])
@@ -92,7 +91,7 @@ def test_point(
 ) -> None:  # fmt: skip
     """Judge one point, unless it is known or time is up."""
     source = at_point(row, arm, points_of(arm, row)[position], f"{arm}{position}")
-    skip_unless_due(swept, device, source.digest, until)
+    skip_unless_due(swept, device, row, f"{arm}{position}", source.digest, until)
     case = row.case(klineage_session.platform, "flaggems", arm)
     verdict = short_gate.judge(case, source, screen_against=best_so_far(on_device(read(swept), device), row, arm))
     # Not among the runs: a report shows what was chosen, from its own run.

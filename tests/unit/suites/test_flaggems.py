@@ -210,14 +210,28 @@ def test_an_expert_is_chosen_among_kernels(suite: dict[str, ModuleType]) -> None
 
 
 def test_a_limit_of_time_skips_what_is_known_or_late(suite: dict[str, ModuleType], tmp_path: Path) -> None:
-    table, path = suite["table"], tmp_path / "sm90.jsonl"
+    table, path, row = suite["table"], tmp_path / "sm90.jsonl", suite["rows"].ROWS[14]
+    soon = time.monotonic() + 60
     table.append(path, measured(suite, "idiom", "known", 1.0))
-    table.skip_unless_due(path, "H200", "known", 0.0)
-    table.skip_unless_due(path, "H100", "known", time.monotonic() + 60)
+    table.skip_unless_due(path, "H200", row, "idiom", "known", 0.0)
+    table.skip_unless_due(path, "H100", row, "idiom", "known", soon)
+    table.skip_unless_due(path, "H200", suite["rows"].ROWS[15], "idiom", "known", soon)  # another row's same kernel
     with pytest.raises(pytest.skip.Exception, match="judged before"):
-        table.skip_unless_due(path, "H200", "known", time.monotonic() + 60)
+        table.skip_unless_due(path, "H200", row, "idiom", "known", soon)
     with pytest.raises(pytest.skip.Exception, match="time is up"):
-        table.skip_unless_due(path, "H200", "other", time.monotonic() - 1)
+        table.skip_unless_due(path, "H200", row, "idiom", "other", time.monotonic() - 1)
+    assert len(table.read(path)) == 1
+
+
+def test_a_kernel_of_two_arms_is_judged_once(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    table, path, row = suite["table"], tmp_path / "sm90.jsonl", suite["rows"].ROWS[14]
+    table.append(path, measured(suite, "idiom", "same", 1.1))
+    with pytest.raises(pytest.skip.Exception, match="judged before"):
+        table.skip_unless_due(path, "H200", row, "blind", "same", time.monotonic() + 60)
+    idiom, blind = table.read(path).values()
+    assert (idiom.arm, blind.arm, blind.speedup) == ("idiom", "blind", idiom.speedup)
+    ratio = table.over(idiom, blind)
+    assert (ratio.estimate, ratio.low, ratio.high) == (1.0, 1.0, 1.0)
 
 
 def measured(suite: dict[str, ModuleType], arm: str, digest: str, speed: float | None, row: int = 15) -> object:
