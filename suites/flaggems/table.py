@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -110,12 +111,28 @@ def append(path: Path, one: Measured) -> None:
         file.write(msgspec.json.encode(one) + b"\n")
 
 
+def publish(kept: Path, to: Path, platform: str) -> None:
+    """Copy what was measured: tables, the numbers in them, points with their choice, and verdicts with samples."""
+    to.mkdir(parents=True, exist_ok=True)
+    names = {f"{platform}-verdicts.jsonl": "records.jsonl"}
+    names |= {
+        name: name for name in (f"{platform}.md", f"{platform}.jsonl", f"sweep-{platform}.jsonl",
+                                f"choices-{platform}.json") if (kept / name).exists()
+    }  # fmt: skip
+    for name, published in names.items():
+        shutil.copyfile(kept / name, to / published)
+
+
 def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str]) -> str:
     """The rows by family and the means, as Markdown. `absent`: by arm, why it has no kernels."""
     by_row: dict[int, dict[str, Measured]] = {}
     for one in found:
         by_row.setdefault(one.row, {})[one.arm] = one
-    parts, effects = [], [effect for effect in EFFECTS if {*effect[1:]} <= {*arms}]
+    devices = sorted({one.device for arm in by_row.values() for one in arm.values()})
+    parts, effects = (
+        [f"{', '.join(devices)}; speedups with 95 % intervals."],
+        [effect for effect in EFFECTS if {*effect[1:]} <= {*arms}],
+    )
     for family in FAMILIES:
         cells = [
             cells_of(row, by_row[row.number], arms, effects)

@@ -280,6 +280,17 @@ def test_the_table_has_effects_and_what_is_absent(suite: dict[str, ModuleType]) 
     assert "card: no cards" in text
 
 
+def test_what_is_published_has_its_verdicts(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    kept, to = tmp_path / "kept", tmp_path / "to"
+    kept.mkdir()
+    for name in ("sm90-verdicts.jsonl", "sm90.md", "sm90.jsonl", "cpu.jsonl", "sweep-sm90-verdicts.jsonl"):
+        (kept / name).write_text(name)
+    suite["table"].publish(kept, to, "sm90")
+    assert {path.name: path.read_text() for path in to.iterdir()} == {
+        "records.jsonl": "sm90-verdicts.jsonl", "sm90.md": "sm90.md", "sm90.jsonl": "sm90.jsonl",
+    }  # fmt: skip
+
+
 def test_a_mean_is_narrower_than_its_rows(suite: dict[str, ModuleType]) -> None:
     mean = suite["table"].geomean([Interval(1.0, 0.99, 1.02), None, Interval(1.21, 1.21 * 0.99, 1.21 * 1.02)])
     assert mean.estimate == pytest.approx(1.1)
