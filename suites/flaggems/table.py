@@ -41,6 +41,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict's."""
     reference_ms: float = 0.0
     candidate_ms: float = 0.0
+    floor_ms: float = 0.0
+    """What the row's bytes or operations take at the least, by the device's data sheet; 0 where that is not known."""
     speedup: Interval | None = None
     """Over the reference, FlagGems on a GPU; None where no time counts."""
     beside: dict[str, float] = {}
@@ -63,7 +65,7 @@ def measured(row: Row, arm: str, platform: str, verdict: Verdict) -> Measured:
         platform=platform, device=verdict.machine.device if verdict.machine else "", row=row.number, arm=arm,
         digest=verdict.source_digest, code=verdict.code.value,
         reference_ms=timing.reference_ms if timing else 0.0, candidate_ms=timing.candidate_ms if timing else 0.0,
-        speedup=timing.speedup if timing else None,
+        floor_ms=verdict.floor.ms if verdict.floor else 0.0, speedup=timing.speedup if timing else None,
         beside={name: value for name, value in times.items() if not name.startswith(OWN)},
         tuned={name: value for name, value in facts.items() if name == "variant" or name.startswith("tuned.")},
     )  # fmt: skip
@@ -140,7 +142,8 @@ def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str
             if row.family == family and row.number in by_row
         ]
         if cells:
-            headers = [family, "torch us", "vendor us", "ref us", *arms, *(f"{name} effect" for name, *_ in effects)]
+            columns = [*arms, *(f"{name} effect" for name, *_ in effects), "floor / fastest"]
+            headers = [family, "torch us", "vendor us", "ref us", *columns]
             parts.append(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))
     parts.append(means(by_row, arms, effects))
     parts += [f"{arm}: {why}" for arm, why in absent.items()]
@@ -158,8 +161,14 @@ def cells_of(
         row.name(any_one.platform), microseconds(any_one.beside.get("torch")),
         microseconds(min(vendor.values(), default=None)), microseconds(min(timed, default=None)),
         *(speedup(found.get(arm)) for arm in arms),
-        *(interval(over(found.get(one), found.get(other))) for _name, one, other in effects),
+        *(interval(over(found.get(one), found.get(other))) for _name, one, other in effects), of_floor(found.values()),
     ]  # fmt: skip
+
+
+def of_floor(found: Iterable[Measured]) -> str:
+    """The floor over the fastest arm: "78 %"."""
+    timed = [one for one in found if one.speedup is not None and one.floor_ms and one.candidate_ms]
+    return f"{max(one.floor_ms / one.candidate_ms for one in timed):.0%}" if timed else "-"
 
 
 def means(by_row: dict[int, dict[str, Measured]], arms: Sequence[str], effects: Sequence[tuple[str, str, str]]) -> str:
