@@ -155,6 +155,14 @@ def cards_on_cpu() -> str:
     return report(Study(contrasts=(("klineage", "generated-only"),)), chains)
 
 
+def held_out() -> str:
+    """The held-out rows of FlagGems, as suites/flaggems published them."""
+    path = RESULTS / "flaggems-sm90" / "sm90.md"
+    if not path.exists():
+        return "Not measured yet: 22 rows in 4 arms are defined.\n"
+    return f"{path.read_text()}\nSamples in `results/flaggems-sm90`.\n"
+
+
 def cards_on_sm90() -> str:
     """Whether cards helped on sm90: the chains of the frozen design."""
     asked = tomllib.loads((ROOT / "suites" / "skill_effect" / "experiment.toml").read_text())
@@ -299,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
     "cards-on-sm90": cards_on_sm90,
+    "held-out-sm90": held_out,
     "trials": trials,
     "newcomer": newcomer,
     "derived-steps": derived_steps,
