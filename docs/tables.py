@@ -36,7 +36,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RES
 LEAST_OF_THE_AUTHORS = 0.99
 """Of the speed of an author's next kernel: what suites/lineage/test_derive.py asks of a model."""
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
-ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d")
+ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d", "linear", "gated_linear", "grouped_mm", "scaled_mm")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
 SWEPT = "experts-sm90"
 """The run of suites/experts that is published."""
