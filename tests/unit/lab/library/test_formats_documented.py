@@ -27,10 +27,6 @@ def rows(path: Path, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.group(1).splitlines()]
 
 
-def code(text: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", text)
-
-
 @pytest.mark.parametrize(("path", "record"), [(LINEAGE, Lineage), (CARD, SkillCard)], ids=["lineage", "card"])
 def test_every_record_within_is_rendered(path: Path, record: type[msgspec.Struct]) -> None:
     rendered = set(re.findall(r"^::: pytest_klineage\.records\.(\w+)$", LINEAGE.read_text() + CARD.read_text(), re.M))
