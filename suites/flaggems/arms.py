@@ -179,9 +179,9 @@ def experts_of(row: Row) -> list[KernelSource]:
         rows = max(1, 4 * WARP_ELEMENTS // row.shape[1])
         best = {"rows": rows, "warps": max(1, rows * row.shape[1] // WARP_ELEMENTS)}
         return [own(row, "reductions.cu"), configured(row, best, "expert")]
-    core = borrow("gemm", "sm90", Surface.CUDA)
+    core = borrow("gemm", "sm90", Surface.CUDA, "grouped" if row.operator == "grouped_mm" else "expert")
     parts = tuple(file for file in core.files if file.name in CORE)
-    cuda = core if row.operator == "mm" else own(row, "products.cu", parts)
+    cuda = own(row, "products.cu", parts) if row.operator in ("addmm", "bmm") else core
     return [cuda, configured(row, BEST_TILE, "expert")]
 
 
@@ -191,12 +191,12 @@ def own(row: Row, name: str, also: tuple[SourceFile, ...] = ()) -> KernelSource:
     return KernelSource(surface=Surface.CUDA, files=(main, *also), entry=row.operator, label="expert")
 
 
-def borrow(operator: str, platform: str, surface: Surface) -> KernelSource:
-    """The expert of experts/ for an operator with the same signature."""
+def borrow(operator: str, platform: str, surface: Surface, variant: str = "expert") -> KernelSource:
+    """A kernel of experts/ for an operator with the same signature."""
     found = next(
         item for item in find_experts(EXPERTS, platform) if (item.operator, item.surface) == (operator, surface)
     )
-    return msgspec.structs.replace(found.source("expert"), label="expert")
+    return msgspec.structs.replace(found.source(variant), label="expert")
 
 
 def cpu_kernel(row: Row) -> KernelSource:
@@ -231,7 +231,7 @@ def to_build(rows: tuple[Row, ...]) -> Iterator[tuple[Row, str, KernelSource]]:
     for row in rows:
         known: set[str] = set()
         plans: list[tuple[str, Any]] = [("idiom", source_of(row, "idiom")), ("expert", source_of(row, "expert"))]
-        for arm in SWEPT:
+        for arm in reversed(SWEPT):  # first the arm in which no kernel may spill
             for i, point in enumerate(points_of(arm, row)):
                 plans.append((f"{arm}{i}", at_point(row, arm, point, f"{arm}{i}")))
         for name, source in plans:

@@ -1,11 +1,10 @@
-// Products of the suite that the GEMM expert's interface does not have, on its core (kernel.cuh, launch.cuh): addmm, bmm and grouped_mm for
-// sm_90a in bf16 and fp16, row-major, any M, N a multiple of 8. Tiles are 128 x 256, CTAs persistent, results leave under the next tile's products.
+// Products of the suite that the GEMM expert's interface does not have, on its core (kernel.cuh, launch.cuh): addmm and bmm for sm_90a
+// in bf16 and fp16, row-major, any M, N a multiple of 8. Tiles are 128 x 256, CTAs persistent, results leave under the next tile's products.
 //
 // The consumers are the expert's. What differs is which slices the producer brings:
-// addmm       after K come 128 more steps of depth, the unit matrix times the bias's rows of the tile. The products with 1 are exact, and the
-//             sums start from no other rounding: 2 of 66 slices at K = 4096, and no second epilogue.
-// bmm         matrices are stacked along M; a tile's matrix is its band of the raster. Where M is no multiple of 128: a launch for each matrix.
-// grouped_mm  a tile has the matrix of its first row. Rows of further groups in it are computed again by patch(), in the same stream.
+// addmm  after K come 128 more steps of depth, the unit matrix times the bias's rows of the tile. The products with 1 are exact, and the
+//        sums start from no other rounding: 2 of 66 slices at K = 4096, and no second epilogue.
+// bmm    matrices are stacked along M; a tile's matrix is its band of the raster. Where M is no multiple of 128: a launch for each matrix.
 #include <type_traits>
 
 #include "klineage.h"
@@ -16,21 +15,13 @@ using namespace klineage::sm90;
 using gemm::kRow;
 using gemm::kTileK;
 
-enum Op { kAdd, kBatch, kGroup };
+enum Op { kAdd, kBatch };
 
-// What a launch needs beside the core's arguments. depth: of a and b, in whole slices; groups: of grouped_mm.
+// What a launch needs beside the core's arguments. depth: of a and b, in whole slices.
 struct Extra : gemm::Arguments {
     CUtensorMap bias, unit;
-    const int *ends;
-    int depth, groups;
+    int depth;
 };
-
-// A group's first row is the end of the one before.
-__device__ __forceinline__ int group_of(const int *ends, int groups, int row) {
-    int found = 0;
-    for (int g = 0; g + 1 < groups; ++g) found += __ldg(ends + g) <= row;
-    return found;
-}
 
 // A slice of b: 64 rows of k of one matrix, in blocks of 64 columns. What lies past K of the matrix is zero.
 template <class C>
@@ -50,7 +41,7 @@ __device__ __forceinline__ void produce(const Extra &x, const gemm::Schedule<C> 
 #pragma unroll 1
     for (int t = my.first; t < my.tiles; t += my.stride, backward ^= x.alternate) {
         const int2 at = my.at(t);
-        const int matrix = kOp == kBatch ? at.x / (x.group * C::kM) : kOp == kGroup ? group_of(x.ends, x.groups, at.x) : 0;
+        const int matrix = kOp == kBatch ? at.x / (x.group * C::kM) : 0;
 #pragma unroll 1
         for (int step = 0; step < my.steps; ++step, ring.advance()) {
             const int k = (backward ? my.steps - 1 - step : step) * kTileK;
@@ -88,39 +79,6 @@ __global__ void __launch_bounds__(C::kThreads, 1) product(const __grid_constant_
     }
 }
 
-constexpr int kPatchColumns = 64, kPatchDepth = 32, kPatchRows = 32;  // rows: of a thread
-constexpr int kPatchThreads = 256;
-
-// c's rows of a group that begins inside a tile of 128, up to the tile's end: block (columns, group). A block without such rows ends at once.
-template <class T>
-__global__ void __launch_bounds__(kPatchThreads) patch(const T *a, const T *b, T *c, const int *ends, int n, int k) {
-    const int group = blockIdx.y + 1, begin = ends[group - 1], end = min(ends[group], (begin + 127) / 128 * 128);
-    if (begin >= end) return;
-    __shared__ float left[128][kPatchDepth], right[kPatchDepth][kPatchColumns];
-    const int column = blockIdx.x * kPatchColumns + threadIdx.x % kPatchColumns, top = threadIdx.x / kPatchColumns * kPatchRows;
-    const T *matrix = b + int64_t(group) * k * n;
-    float sums[kPatchRows] = {};
-    for (int first = 0; first < k; first += kPatchDepth) {
-        __syncthreads();
-        for (int i = threadIdx.x; i < 128 * kPatchDepth; i += kPatchThreads) {
-            const int row = begin + i / kPatchDepth, depth = first + i % kPatchDepth;
-            left[i / kPatchDepth][i % kPatchDepth] = row < end && depth < k ? float(a[int64_t(row) * k + depth]) : 0.0f;
-        }
-        for (int i = threadIdx.x; i < kPatchDepth * kPatchColumns; i += kPatchThreads) {
-            const int depth = first + i / kPatchColumns, at = blockIdx.x * kPatchColumns + i % kPatchColumns;
-            right[i / kPatchColumns][i % kPatchColumns] = depth < k && at < n ? float(matrix[int64_t(depth) * n + at]) : 0.0f;
-        }
-        __syncthreads();
-        for (int i = 0; i < kPatchDepth; ++i)
-#pragma unroll
-            for (int r = 0; r < kPatchRows; ++r) sums[r] += left[top + r][i] * right[i][threadIdx.x % kPatchColumns];
-    }
-    if (column >= n) return;
-#pragma unroll
-    for (int r = 0; r < kPatchRows; ++r)
-        if (begin + top + r < end) c[int64_t(begin + top + r) * n + column] = T(sums[r]);
-}
-
 // The unit matrix of one slice; a box reads zeros beside it.
 struct alignas(128) Unit {
     uint16_t at[kTileK * kTileK];
@@ -140,11 +98,10 @@ const void *unit() {
     return at;
 }
 
-// Contiguous row-major a [matrices * m, k] (of grouped_mm: [m, k]), b [matrices, k, n], c [matrices * m, n]. m: all rows of c.
+// Contiguous row-major a [m, k], b [matrices, k, n], c [m, n]. m: the rows of all matrices.
 struct Problem {
     const void *a, *b, *bias;
     void *c;
-    const int *ends;
     int m, n, k, matrices;
     cudaStream_t stream;
 };
@@ -162,7 +119,7 @@ template <class C, Op kOp>
 const char *start(const Problem &p) {
     using T = typename C::T;
     Extra x = {};
-    x.out = p.c, x.m = p.m, x.n = p.n, x.ldc = p.n, x.alternate = 1, x.ends = p.ends, x.groups = p.matrices, x.wide_b = p.n % 64 == 0;
+    x.out = p.c, x.m = p.m, x.n = p.n, x.ldc = p.n, x.alternate = 1, x.wide_b = p.n % 64 == 0;
     x.depth = (p.k + kTileK - 1) / kTileK * kTileK, x.k = x.depth + (kOp == kAdd ? C::kM : 0);
     x.group = kOp == kBatch ? (p.m / p.matrices + C::kM - 1) / C::kM : 8;
     if (x.k < 2 * kTileK) return "products: K must be more than 64";  // the last tile's results leave at the second step
@@ -195,20 +152,10 @@ const char *start_batch(Problem p) {
     return nullptr;
 }
 
-template <class C>
-const char *start_groups(const Problem &p) {
-    using T = typename C::T;
-    if (const char *why = start<C, kGroup>(p)) return why;
-    if (p.matrices == 1) return nullptr;
-    const Launch how = {dim3((p.n + kPatchColumns - 1) / kPatchColumns, p.matrices - 1), dim3(kPatchThreads), 0, p.stream};
-    return launch(patch<T>, how, static_cast<const T *>(p.a), static_cast<const T *>(p.b), static_cast<T *>(p.c), p.ends, p.n, p.k);
-}
-
 template <Op kOp, class T>
 const char *start_op(const Problem &p) {
     using C = gemm::Config<T, 128, 256, 2, 1, 1, 1, 1>;
     if constexpr (kOp == kBatch) return start_batch<C>(p);
-    else if constexpr (kOp == kGroup) return start_groups<C>(p);
     else return start<C, kOp>(p);
 }
 
@@ -239,10 +186,6 @@ int run(const klineage_call *call, int a) {
     KLINEAGE_REQUIRE(call, rows <= 1 << 30 && p.n <= 1 << 24 && p.matrices < 65536, "products: too large");
     p.m = int(rows), p.stream = static_cast<cudaStream_t>(call->stream);
     if (kOp == kAdd) p.bias = call->inputs[0].data;
-    if (kOp == kGroup) {
-        KLINEAGE_REQUIRE(call, call->inputs[2].dtype == KLINEAGE_INT32, "products: the ends of groups are int32");
-        p.ends = static_cast<const int *>(call->inputs[2].data);
-    }
     const char *why = x.dtype == KLINEAGE_FLOAT16 ? start_op<kOp, __half>(p) : start_op<kOp, __nv_bfloat16>(p);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
     return 0;
@@ -252,4 +195,3 @@ int run(const klineage_call *call, int a) {
 
 extern "C" int addmm(const klineage_call *call) { return run<kAdd>(call, 1); }
 extern "C" int bmm(const klineage_call *call) { return run<kBatch>(call, 0); }
-extern "C" int grouped_mm(const klineage_call *call) { return run<kGroup>(call, 0); }
