@@ -94,6 +94,15 @@ def plain(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values
 
 
+def in_some_rows(changed: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`values` with one row of eight, at random, from `changed`: a kernel that looks at some does not see all."""
+    import torch
+
+    rows = values.shape[:-1].numel()
+    chosen = torch.randperm(rows, generator=generator, device=values.device) < max(1, rows // 8)
+    return torch.where(chosen.view(*values.shape[:-1], 1), changed, values)
+
+
 def signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Plus or minus one, at random."""
     import torch
