@@ -37,10 +37,10 @@ def zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def outlier(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One row, of a vector one element, is of magnitude HUGE: a kernel that looks at others does not see it."""
+    """One row, of a vector one element, but not the first is of magnitude HUGE: a look at others does not show it."""
     found = values.clone()
     rows = found.view(-1, values.shape[-1] if values.dim() > 1 else 1)
-    rows[random_index(len(rows), generator)] *= HUGE
+    rows[1 + random_index(len(rows) - 1, generator) if len(rows) > 1 else 0] *= HUGE
     return found
 
 
