@@ -10,7 +10,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 from typing import NamedTuple
 
 import msgspec
@@ -184,7 +183,7 @@ class WorkerHandle:
         prepare(arena, slot, view, kind, defences)
         if flush is not None:
             flush()
-        self._pause(checking)
+        self._pause(checking, timed=flush is not None)
         sample, early, tensors, as_promised = self._call(arena, arena_index, slot, deadline_s)
         self.ended_s = time.monotonic()
         reasons = list(self._integrity(arena, slot, view, tensors, defences))
@@ -202,16 +201,16 @@ class WorkerHandle:
             reasons += self._overwritten(arena_index, slot, deadline_s)
         return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
 
-    def _pause(self, checking: bool) -> None:
-        """Have a check come as long after the last call as a timed call does, between which the other side has its own.
+    def _pause(self, checking: bool, timed: bool) -> None:
+        """Have a check come as long after the last call as one timed call in ten, where the other side was at work.
 
-        A kernel could else be right where calls follow one another, and after a pause do without what tame inputs need.
+        A kernel could else be right where calls follow one another, and careless after the pauses of a timing.
         """
         since_s = time.monotonic() - self.ended_s
-        if not checking:
+        if checking and self.pauses:
+            time.sleep(max(0.0, sorted(self.pauses)[len(self.pauses) * 9 // 10] - since_s))
+        elif timed and not checking:
             self.pauses.append(since_s)
-        elif self.pauses:
-            time.sleep(max(0.0, median(self.pauses) - since_s))
 
     def _call(self, arena: OracleArena, arena_index: int, slot: int, deadline_s: float) -> CallOutcome:
         nonce = secrets.randbits(48)
