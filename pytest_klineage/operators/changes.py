@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pytest_klineage.operators.distributions import uniform
+from pytest_klineage.operators.distributions import random_index, uniform
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +36,18 @@ def zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return found
 
 
+def outlier(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """One row, of a vector one element, but not the first is of magnitude HUGE: a look at others does not show it."""
+    found = values.clone()
+    rows = found.view(-1, values.shape[-1] if values.dim() > 1 else 1)
+    rows[1 + random_index(len(rows) - 1, generator) if len(rows) > 1 else 0] *= HUGE
+    return found
+
+
 LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
-WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_019}
-"""By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range."""
+WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_000_000_037}
+"""By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range; of
+64 bits within what a double holds."""
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "large": lambda values, generator: values * LARGE,
@@ -48,13 +57,15 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "mixed": mixed,
     "constant": constant,
     "zeros": zeros,
+    "outlier": outlier,
     "integers_wide": lambda values, generator: values,
     "integers_constant": constant,
     "integers_zeros": zeros,
+    "integers_last": zeros,
 }
 """Further distributions of a user's operator, by name: what becomes of standard normal numbers, or of integers and
 booleans."""
-INTEGERS = ("integers_wide", "integers_constant", "integers_zeros")
-"""Those that leave floats alone; the first depends on the type, see WIDER."""
-BY_SLICE = ("mixed", "constant", "zeros")
+INTEGERS = ("integers_wide", "integers_constant", "integers_zeros", "integers_last")
+"""Those that leave floats alone; the first depends on the type, see WIDER, the last one on the signature's bound."""
+BY_SLICE = ("mixed", "constant", "zeros", "outlier")
 """Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""

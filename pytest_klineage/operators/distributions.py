@@ -94,6 +94,17 @@ def plain(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return values
 
 
+def in_some_rows(changed: torch.Tensor, values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """`values` with one row of 16, at random but not the first, from `changed`: a look at some rows shows nothing."""
+    import torch
+
+    rows = values.shape[:-1].numel()
+    first, count = min(1, rows - 1), max(1, rows // 16)
+    chosen = torch.zeros(rows, dtype=torch.bool, device=values.device)
+    chosen[torch.randint(first, rows, (count,), generator=generator, device=values.device)] = True
+    return torch.where(chosen.view(*values.shape[:-1], 1), changed, values)
+
+
 def signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Plus or minus one, at random."""
     import torch

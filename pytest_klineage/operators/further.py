@@ -7,8 +7,10 @@ inputs once would change. None of them is timed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import secrets
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -71,8 +73,15 @@ def other_values(operator: DefinedOperator, case: KernelCase, name: str) -> Iter
     elif isinstance(own, int):
         yield own + 1
     elif isinstance(own, float) and math.isfinite(own):
+        factor = not_foreseen(name, own)
         values = (1.5 * own + math.copysign(0.5, own), 10 * own or -0.5)
-        yield from (float(f"{value:.3g}") for value in values)
+        yield from (float(f"{factor * value:.3g}") for value in values)
+
+
+@functools.cache
+def not_foreseen(name: str, own: float) -> float:
+    """A factor from 1 to 1.25, drawn in each process: a kernel that knew the values could heed no others."""
+    return 1 + secrets.randbelow(251) / 1000
 
 
 def problem(
@@ -150,7 +159,8 @@ def integers_changed(
 ) -> Tensors:
     """Those that are integers or booleans after the change of this name.
 
-    Large numbers are for integers that neither the signature nor the default distribution bounds.
+    Large numbers are for integers that neither the signature nor the default distribution bounds; the largest one that
+    is allowed stands in the place of zeros where the signature bounds them.
     """
     own = operator.distributions.get(DEFAULT_DISTRIBUTION)
     drawn = set(inspect.signature(own).parameters) if own else set()
@@ -158,9 +168,13 @@ def integers_changed(
     for spec in operator.signature(case).inputs:
         if is_float(spec.dtype):
             continue
-        if name != INTEGERS[0]:
+        bound = bound_of(operator, case, spec.name)
+        if name == INTEGERS[-1]:
+            if bound is not None:
+                found[spec.name] = CHANGES[name](values[spec.name] - (bound - 1), generator) + (bound - 1)
+        elif name != INTEGERS[0]:
             found[spec.name] = CHANGES[name](values[spec.name], generator)
-        elif spec.dtype in WIDER and spec.name not in drawn and bound_of(operator, case, spec.name) is None:
+        elif spec.dtype in WIDER and spec.name not in drawn and bound is None:
             found[spec.name] = values[spec.name] * WIDER[spec.dtype]
     return found
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
-from pytest_klineage.operators.distributions import normal, permutation, random_index, signs, torch_dtype, uniform
+from pytest_klineage.operators.distributions import (
+    in_some_rows,
+    normal,
+    permutation,
+    random_index,
+    signs,
+    torch_dtype,
+    uniform,
+)
 from pytest_klineage.operators.tolerance import HALF_SMALLEST
 from pytest_klineage.records import DTYPES, KernelCase, Signature
 from pytest_klineage.records.signature import dense
@@ -88,9 +96,10 @@ class TopK(Operator):
         elif input_distribution == "infinities":
             x = with_infinities(x, k, generator)
         elif input_distribution == "signed_zeros":
-            # About half of the k largest are positive; the others are zeros of either sign.
+            # In some rows about half of the k largest are positive; the others are zeros of either sign.
             zero = uniform((rows, columns), generator) >= k / columns
-            x = x.masked_fill_(zero, 0.0).abs_().mul_(signs((rows, columns), generator))
+            signed = x.masked_fill(zero, 0.0).abs_().mul_(signs((rows, columns), generator))
+            x = in_some_rows(signed, x, generator)
         elif input_distribution == "denormals":
             x = x.mul_(100).round_().mul_(2 * HALF_SMALLEST[case.dtype])
         return {"x": x.to(torch_dtype(case.dtype)).contiguous()}

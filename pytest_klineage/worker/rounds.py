@@ -8,6 +8,7 @@ import secrets
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -105,6 +106,9 @@ class WorkerHandle:
         self.earlier = EarlierResults()
         self.refused: tuple[str, ...] = ()
         """Operators of the framework that the worker was refused, so it says."""
+        self.ended_s = time.monotonic()
+        self.pauses: deque[float] = deque(maxlen=32)
+        """How long before a timed call the last one had ended, in seconds."""
         self.pid: int | None = None
         self.stopper: Stopper | None = None
 
@@ -133,18 +137,18 @@ class WorkerHandle:
                     self.pid = struct.unpack("3i", credentials[:size])[0]
                     self.stopper = Stopper(self.pid)
 
-    def freeze(self, frozen: bool) -> None:
-        """Stop the worker's process with all its threads, or let it go on.
+    def freeze(self, frozen: bool) -> int:
+        """Stop the worker's process with all its threads, or let it go on. Returns for how long it still worked, in ns.
 
         Threads that work, or spin, while the other side is at work would make that slower.
         """
         if self.stopper is None or frozen == self.stopper.stopped:
-            return
+            return 0
         if frozen:
-            self.stopper.stop()
-        else:
-            self.hold_still()
-            self.stopper.go_on()
+            return self.stopper.stop()
+        self.hold_still()
+        self.stopper.go_on()
+        return 0
 
     def hold_still(self) -> None:
         """Raise WorkerProblem when a process that was stopped has gone on by itself."""
@@ -179,7 +183,9 @@ class WorkerHandle:
         prepare(arena, slot, view, kind, defences)
         if flush is not None:
             flush()
+        self._pause(checking, timed=flush is not None)
         sample, early, tensors, as_promised = self._call(arena, arena_index, slot, deadline_s)
+        self.ended_s = time.monotonic()
         reasons = list(self._integrity(arena, slot, view, tensors, defences))
         self.earlier.add(arena_index, arena, slot, tensors, copied=self.role != "reference")
         self.previous = self.earlier.tensors()
@@ -194,6 +200,17 @@ class WorkerHandle:
         elif tensors and "alias_rules" in defences and (checking or not secrets.randbelow(ASKED_AGAIN)):
             reasons += self._overwritten(arena_index, slot, deadline_s)
         return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
+
+    def _pause(self, checking: bool, timed: bool) -> None:
+        """Have a check come as long after the last call as one timed call in ten, where the other side was at work.
+
+        A kernel could else be right where calls follow one another, and careless after the pauses of a timing.
+        """
+        since_s = time.monotonic() - self.ended_s
+        if checking and self.pauses:
+            time.sleep(max(0.0, sorted(self.pauses)[len(self.pauses) * 9 // 10] - since_s))
+        elif timed and not checking:
+            self.pauses.append(since_s)
 
     def _call(self, arena: OracleArena, arena_index: int, slot: int, deadline_s: float) -> CallOutcome:
         nonce = secrets.randbits(48)
@@ -215,7 +232,7 @@ class WorkerHandle:
             wall_ns += max(0, after_ns - COPIES_ALLOWED * arena.copy_ns)
         # Nothing is said to the oracle after a candidate's answer, so nothing may be done after it either: what every
         # element of the outputs is compared with is what lay there when the last thread stopped.
-        self.freeze(True)
+        wall_ns += self.freeze(True)
         waited = self._waited_ns() - waited
         if not 0 < returned.elapsed_ns <= wall_ns:
             raise WorkerProblem(

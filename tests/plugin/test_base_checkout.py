@@ -67,6 +67,31 @@ def test_a_file_that_the_base_has_not(head: Path) -> None:
     assert [file.name for file in older.files] == ["k.cpp"]
 
 
+def test_files_that_the_head_no_longer_names(head: Path) -> None:
+    """A kernel that has taken its header in would else be compared with nothing: the base could not be built."""
+    write(head, d__k_cpp="merged", d__other_h="not the kernel's")
+    base = head.parent / "base"
+    write(base, d__k_cpp='#include "k.h"\n#include "klineage.h"\n', d__k_h='  # include "inner.h"', d__inner_h="inner")
+    write(base, d__other_h="not the kernel's")
+    (base / "d" / "mod.py").write_text("import torch\nfrom helper import loop\n")
+    (base / "d" / "helper.py").write_text("import mod\n")
+    (head / "d" / "mod.py").write_text("changed")
+    checkout = BaseCheckout(head, base)
+    older = [checkout.base_kernel(kernel(file), head / "d") for file in (("k.cpp", "merged"), ("mod.py", "changed"))]
+    names = [[file.name for file in source.files] for source in older if source is not None]
+    assert names == [["k.cpp", "k.h", "inner.h"], ["mod.py", "helper.py"]]
+
+
+def test_a_kernel_that_has_not_changed_is_that(head: Path) -> None:
+    text = '#include "k.h"\n'
+    for tree in (head, head.parent / "base"):
+        write(tree, d__k_cpp=text, d__k_h="found by the compiler elsewhere")
+    source = kernel(("k.cpp", text))
+    older = BaseCheckout(head, head.parent / "base").base_kernel(source, head / "d")
+    assert older is not None
+    assert older.digest == source.digest
+
+
 def test_text_that_is_in_no_file(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     with pytest.raises(UsageError, match=r"no file of head has the name and the text of k\.cpp"):

@@ -7,6 +7,7 @@ text in the head's tree, and the base has its older version at the same place.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +19,9 @@ from pytest_klineage.records import KernelSource, SourceFile
 
 PASSED_OVER = frozenset({"__pycache__", "node_modules"})
 """Folders without kernels of the project's own; those with a dot in front and virtual environments are others."""
+
+NAMED = re.compile(r'^[ \t]*(?:#[ \t]*include[ \t]*"([^"/\n]+)"|(?:from|import)[ \t]+\.?(\w+))', re.MULTILINE)
+"""A file that another one names: in C++ with its suffix, in Python without."""
 
 
 class KernelFiles:
@@ -73,24 +77,47 @@ class BaseCheckout:
         """
         if source.main is None:
             raise UsageError("an installed module has no file that the base could have another version of")
-        found = [self._older(file, near) for file in source.files]
-        if found[0] is None:
+        paths = [self._older(file, near) for file in source.files]
+        if paths[0] is None:
             return None
-        return msgspec.structs.replace(source, files=tuple(file for file in found if file is not None))
+        files = [read(path) for path in paths if path is not None]
+        older = msgspec.structs.replace(source, files=tuple(files))
+        if older.digest == source.digest:
+            return older
+        return msgspec.structs.replace(older, files=(*files, *named_beside([path for path in paths if path])))
 
-    def _older(self, file: SourceFile, near: Path) -> SourceFile | None:
+    def _older(self, file: SourceFile, near: Path) -> Path | None:
         places = self.files.places(file, near)
         if not places:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
         # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
         there = (self.base / path.relative_to(self.files.root) for path in places)
-        older = next((path for path in there if path.is_file()), None)
-        if older is None:
-            return None
-        try:
-            return SourceFile(name=file.name, text=older.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"the base's {older.name} cannot be read: {error}") from error
+        return next((path for path in there if path.is_file()), None)
+
+
+def read(path: Path) -> SourceFile:
+    """A file of the base. Raises UsageError when it cannot be read."""
+    try:
+        return SourceFile(name=path.name, text=path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the base's {path.name} cannot be read: {error}") from error
+
+
+def named_beside(paths: list[Path]) -> list[SourceFile]:
+    """Further files that these include or import, and that lie beside them.
+
+    The head may have done away with one since: without it the base could not be built, and nothing would be compared.
+    """
+    known, found = {path.name for path in paths}, []
+    while paths:
+        path, *paths = paths
+        for header, module in NAMED.findall(read(path).text):
+            other = path.parent / (header or f"{module}.py")
+            if other.name not in known and other.is_file():
+                known.add(other.name)
+                found.append(read(other))
+                paths.append(other)
+    return found
 
 
 def tree_of(root: Path, base: Path) -> Path:

@@ -116,6 +116,8 @@ KEYS = (
     "CUDA", "SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA",
 )  # fmt: skip
 """Where the dispatcher keeps implementations for CPUs and GPUs: by the layout of the tensors."""
+LAZY_KEYS = ("Conjugate", "Negative")
+"""Marks of views whose numbers the next copy makes negative, which is computing. Every clone and cast ends in copy_."""
 DIRECT = frozenset([
     "_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback", "fbgemm_linear_fp16_weight",
     "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
@@ -193,10 +195,10 @@ def immortal_library(namespace: str) -> Any:
 
 
 def refused_keys(name: str, unmasking: bool) -> list[str]:
-    """Under which keys an operator is to raise: none for glue."""
+    """Under which keys an operator is to raise: none for glue but copies that change signs."""
     plain = plain_name(name)
     if plain in GLUE:
-        return []
+        return list(LAZY_KEYS) if name == "aten::copy_" else []
     keys = [key for key in KEYS if has_kernel(name, key) or (key == "CPU" and plain in DIRECT)]
     return [key for key in keys if not (unmasking and plain in UNMASKING and key == "CUDA")]
 

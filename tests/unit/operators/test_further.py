@@ -10,7 +10,7 @@ import torch
 
 from pytest_klineage import UsageError, operator
 from pytest_klineage.channel import Channel
-from pytest_klineage.operators import OpenOperator, make_case, operator_of
+from pytest_klineage.operators import OpenOperator, further, make_case, operator_of
 from pytest_klineage.operators.changes import CHANGES, INTEGERS
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
@@ -92,7 +92,10 @@ def norm_by(x: torch.Tensor, w: torch.Tensor, way: str) -> torch.Tensor:
 def test_usual_operators_have_all(dtype: str) -> None:
     assert checked(make_case(softmax, (17, 40), dtype, "torch")) == ([*ALL], [])
     names, absent = checked(make_case(layer_norm, (16, 40), dtype, "torch"))
-    assert (names, absent) == ([*ALL, "eps=0.5", "eps=0.0001"], [])
+    assert (names[:-2], absent) == ([*ALL], [])
+    half, ten_times = (float(name.removeprefix("eps=")) for name in names[-2:])
+    assert 0.5 <= half <= 0.626
+    assert 1e-4 <= ten_times <= 1.26e-4
 
 
 def test_integers_and_booleans_have_their_own() -> None:
@@ -107,6 +110,37 @@ def test_integers_and_booleans_have_their_own() -> None:
     assert inputs["integers_wide"]["n"].max() < 5
     assert all(len(tensor.unique()) == 1 for tensor in inputs["integers_constant"].values())
     assert not any(tensor.any() for tensor in inputs["integers_zeros"].values())
+
+
+def test_integers_of_64_bits_and_the_largest_index() -> None:
+    @operator("x[N]: int64, n[N]: int64 < 5 -> y[N]: int64", dtypes=("fp32",))
+    def added(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return x + n
+
+    found = opened(make_case(added, (64,), "fp32", "torch")).checks
+    inputs = {check.input_distribution: check.inputs for check in found if isinstance(check, Problem)}
+    assert 1 << 40 < inputs["integers_wide"]["x"].abs().max() < 1 << 53
+    assert (inputs["integers_last"]["n"] == 4).all()
+    assert inputs["integers_last"]["x"].any()
+
+
+def test_another_value_of_an_option_is_drawn_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(layer_norm, (16, 40), "fp32", "torch")
+    seen = set()
+    for drawn in (0, 250):
+        further.not_foreseen.cache_clear()
+        monkeypatch.setattr(further.secrets, "randbelow", lambda _below, drawn=drawn: drawn)
+        seen.add(layer_norm.further_names(case)[-2:])
+    further.not_foreseen.cache_clear()
+    assert seen == {("eps=0.5", "eps=0.0001"), ("eps=0.625", "eps=0.000125")}
+
+
+def test_one_row_stands_out() -> None:
+    for shape, rows in (((6, 5), (6, 5)), ((2, 3, 4), (6, 4)), ((7,), (7, 1)), ((), (1, 1))):
+        found = CHANGES["outlier"](torch.ones(shape, dtype=torch.float64), generator())
+        firsts = found.view(rows).unique(dim=1).flatten().tolist()
+        assert sorted(firsts) == [*[1.0] * (rows[0] - 1), 1000.0]
+        assert firsts[0] == 1 or rows[0] == 1
 
 
 def test_large_integers_that_overflow_are_left_out() -> None:
@@ -218,8 +252,8 @@ def test_an_option_may_be_ignored() -> None:
 
     free = operator("x[N] -> y[N]", dtypes=("fp32",))(scaled)
     fixed = operator("x[N] -> y[N]", dtypes=("fp32",), may_ignore=("eps",))(scaled)
-    assert "eps=0.5" in free.further_names(make_case(free, (8,), "fp32", "torch"))
-    assert "eps=0.5" not in fixed.further_names(make_case(fixed, (8,), "fp32", "torch"))
+    assert any(name.startswith("eps=") for name in free.further_names(make_case(free, (8,), "fp32", "torch")))
+    assert not any(name.startswith("eps=") for name in fixed.further_names(make_case(fixed, (8,), "fp32", "torch")))
     assert lint_case(fixed, make_case(fixed, (64,), "fp32", "torch"), generator()) == []
 
 
@@ -355,7 +389,7 @@ def test_large_checks_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pytest_klineage.worker.problems.KEPT_ELEMENTS", 1)
     again = opened(case)
     assert kept.planned() == again.planned()
-    assert sum(isinstance(check, Remade) for check in again.checks) == 8
+    assert sum(isinstance(check, Remade) for check in again.checks) == 9
     for index in range(len(kept.checks)):
         assert torch.equal(kept.check(index).inputs["x"], again.check(index).inputs["x"])
         assert kept.layout_of(kept.check(index)) == again.layout_of(again.check(index))

@@ -108,10 +108,24 @@ def test_a_process_that_has_ended_stands_still() -> None:
 @pytest.mark.usefixtures("without_groups")
 def test_cpu_time_of_a_stopping_thread_is_forgiven(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A halted virtual machine shows its thread as stopped, and counts on."""
-    readings = iter([1_000_000, 4_000_000, 4_000_000, 6_000_000])
+    readings = iter([500_000, 1_000_000, 4_000_000, 4_000_000, 6_000_000])
     last = 6_000_000
     monkeypatch.setattr(stopping, "used_ns", lambda _pid: next(readings, last))
     stopper = Stopper(busy)
     stopper.stop()
     assert not stopper.broke_out()
+    stopper.close()
+
+
+@pytest.mark.parametrize(("used", "passed", "worked"), [(7, 9, 7), (9, 7, 7), (7, 0.9, 0), (0.9, 7, 0)])
+def test_work_that_no_stop_ends_is_counted(
+    busy: int, monkeypatch: pytest.MonkeyPatch, used: float, passed: float, worked: float
+) -> None:
+    """In ms: the processor time until all threads stand still, and no more than has passed."""
+    readings, clock = iter([0]), iter([0])
+    monkeypatch.setattr(stopping, "used_ns", lambda _pid: next(readings, int(used * 1e6)))
+    monkeypatch.setattr(stopping.time, "monotonic_ns", lambda: next(clock, int(passed * 1e6)))
+    stopper = Stopper(busy)
+    assert stopper.stop() == worked * 1e6
+    monkeypatch.undo()
     stopper.close()
