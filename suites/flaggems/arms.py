@@ -100,6 +100,8 @@ def fits(row: Row, point: Point) -> bool:
         shared = 2 * width * (2 * m + 2 * n * point["stages"])
         return shared <= SHARED_BYTES and m * 2 == threads and m * (n + width) <= 192 * threads
     shared = 2 * point["block_k"] * (m + n) * point["stages"]
+    if row.operator == "addmm":  # the bias is on its way while the ring is in use
+        shared += 2 * m * n
     return shared <= SHARED_BYTES and m * n <= ELEMENTS * threads and m * 2 >= threads
 
 
