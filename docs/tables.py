@@ -24,7 +24,7 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.chains import Keys, chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import Study, report
-from pytest_klineage.records import AdmissionRule, SkillCard, Timing, Trial, TrialOutcome, Verdict, from_json
+from pytest_klineage.records import AdmissionRule, SkillCard, Surface, Timing, Trial, TrialOutcome, Verdict, from_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
@@ -36,7 +36,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RES
 LEAST_OF_THE_AUTHORS = 0.99
 """Of the speed of an author's next kernel: what suites/lineage/test_derive.py asks of a model."""
 REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
-ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d")
+ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d", "linear", "gated_linear", "grouped_mm", "scaled_mm")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
 SWEPT = "experts-sm90"
 """The run of suites/experts that is published."""
@@ -116,14 +116,14 @@ def accepted(contract: str) -> str:
 
 
 def sweeps() -> str:
-    """The experts' sweeps: mean and slowest case of each beside what is asked for, then every case."""
+    """Sweeps of the CUDA experts: mean and slowest case beside what is asked for; then every case, in any language."""
     asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
     if not (ROOT / "results" / SWEPT / "records.jsonl").is_file():
         count = sum(len(sweep["cases"]) for sweep in asked.values())
         return f"Not measured yet: {count} cases are defined; `pytest suites/experts --platform sm90` judges them.\n"
-    verdicts = published(SWEPT)
+    swept = [one for one in published(SWEPT) if one.surface == Surface.CUDA]
     rows = [
-        sweep_row(name, sweep, [one for one in verdicts if one.case.operator == name]) for name, sweep in asked.items()
+        sweep_row(name, sweep, [one for one in swept if one.case.operator == name]) for name, sweep in asked.items()
     ]
     headers = ("sweep", "accepted", "geomean", "asked", "slowest case", "asked")
     return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n\n{main_tier(SWEPT)}"
@@ -153,6 +153,14 @@ def cards_on_cpu() -> str:
     folders = ("roundtrip_recovery-cpu", "generated_only-cpu")
     chains = [chain for name in folders for chain in chains_below(RESULTS / "trajectories" / name, ABLATIONS)]
     return report(Study(contrasts=(("klineage", "generated-only"),)), chains)
+
+
+def held_out() -> str:
+    """The held-out rows of FlagGems, as suites/flaggems published them."""
+    path = RESULTS / "flaggems-sm90" / "sm90.md"
+    if not path.exists():
+        return "Not measured yet: 22 rows in 4 arms are defined.\n"
+    return f"{path.read_text()}\nSamples in `results/flaggems-sm90`.\n"
 
 
 def cards_on_sm90() -> str:
@@ -299,6 +307,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
     "cards-on-sm90": cards_on_sm90,
+    "held-out-sm90": held_out,
     "trials": trials,
     "newcomer": newcomer,
     "derived-steps": derived_steps,

@@ -15,9 +15,11 @@ import pytest
 
 from pytest_klineage import KernelCase, KernelGate, KlineageSession, make_case, paper_case
 from pytest_klineage.lab.library.experts import Expert, find_experts
+from pytest_klineage.plugin.markers import reference_name
 from pytest_klineage.records import INSTRUCTIONS, Surface
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 EXPERT = "expert"
 MAX_SPILLS = 0
 """Bytes per thread that an expert may spill, on every path of its domain."""
@@ -36,6 +38,11 @@ class Sweep(msgspec.Struct, frozen=True):
     least: float
     """What every case is to reach."""
     cases: tuple[dict[str, Any], ...]
+    operator: str = ""
+    """Where it is defined, as "file.py:name" from the root; empty for a built-in one, which has the sweep's name."""
+    expert: str = ""
+    """Whose folder of experts has the kernel; the sweep's own when empty."""
+    variant: str = EXPERT
 
 
 SWEEPS = msgspec.convert(tomllib.loads((HERE / "sweeps.toml").read_text()), type=dict[str, Sweep])
@@ -43,15 +50,17 @@ SWEEPS = msgspec.convert(tomllib.loads((HERE / "sweeps.toml").read_text()), type
 
 def expert_of(operator: str, surface: Surface) -> Expert | None:
     """The folder of an operator's expert for sm90 in one language."""
-    found = find_experts(HERE.parents[1] / "experts", "sm90")
+    found = find_experts(ROOT / "experts", "sm90")
     return next((one for one in found if one.operator == operator and one.surface is surface), None)
 
 
 def cases_of(operator: str) -> list[KernelCase]:
     """The cases of a sweep, with what each must reach."""
     sweep = SWEEPS[operator]
+    source = str(ROOT / sweep.operator) if sweep.operator else operator
+    reference = reference_name(sweep.reference, (HERE, ROOT))
     return [
-        make_case(operator, **({"dtype": sweep.dtype} | case), reference=sweep.reference, at_least=sweep.least)
+        make_case(source, **({"dtype": sweep.dtype} | case), reference=reference, at_least=sweep.least)
         for case in sweep.cases
     ]
 
@@ -78,13 +87,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_sweep(kernel_gate: KernelGate, surface: Surface, case: KernelCase, klineage_session: KlineageSession) -> None:
     """The expert is right, and as fast as its sweep asks for."""
-    expert = expert_of(case.operator, surface)
+    sweep = SWEEPS[case.operator]
+    expert = expert_of(sweep.expert or case.operator, surface)
     assert expert is not None
-    variant = expert.variants[EXPERT]
+    variant = expert.variants[sweep.variant]
     platforms = expert.platforms_of(variant)
     if klineage_session.platform not in platforms:
         pytest.skip(f"{expert.directory.parent.name}: its expert is for {', '.join(platforms)} only")
-    source = expert.source(EXPERT)
+    source = expert.source(sweep.variant)
     if surface is Surface.CUDA:
         found = tuple(word for word in variant.techniques if word in INSTRUCTIONS)
         case = msgspec.structs.replace(case, requires=found, max_spills=MAX_SPILLS)

@@ -3,7 +3,7 @@
 idiom    one configuration for each kernel, frozen in idiom.toml
 blind    the same kernel; the best of idiom's configuration and POINTS drawn from the public grid with a seed
 card     the same kernel; the best of idiom's configuration and POINTS that a card's settings steer (points/card.toml)
-expert   the best that we know, in any structure and language
+expert   the best that we know, in any structure and language; of several kernels the one that a sweep found fastest
 cpu      fp32 kernels for the machine that everybody has
 """
 
@@ -27,18 +27,22 @@ from pytest_klineage.records import KernelSource, SourceFile, Surface
 HERE = Path(__file__).parent
 EXPERTS = HERE.parents[1] / "experts"
 ARMS = ("idiom", "blind", "card", "expert")
-SWEPT = ("blind", "card")
+SWEPT = ("blind", "card", "expert")
 POINTS = 7
 SEED = 20261123
 """Of the draw of blind points. The grid and the rule are public; nothing of a measurement enters them."""
 CARD_POINTS = HERE / "points" / "card.toml"
-NO_CARDS = "no SM90 cards yet"
+NO_CARDS = "retrieved cards have no figure for this kernel's configuration"
 SHARED_BYTES = 232448
 """Of a block on sm90; 101376 on sm120."""
 ELEMENTS = 128
 """fp32 numbers of a tile or of rows per thread beyond which a kernel spills."""
 BEST_TILE = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 3, "threads": 256}
-"""That of experts/gemm/sm90-tilelang, for products that no CUDA kernel of experts/ computes."""
+"""That of experts/gemm/sm90-tilelang."""
+WARP_ELEMENTS = 1024
+"""Of a row that a warp of the Triton expert holds: 32 numbers of a thread."""
+CORE = ("kernel.cuh", "launch.cuh")
+"""Files of experts/gemm that kernels/products.cu stands on."""
 
 Point = dict[str, int]
 
@@ -125,7 +129,10 @@ def card_points() -> dict[int, CardPoints]:
 
 
 def points_of(arm: str, row: Row) -> list[Point]:
-    """The points that a sweep tries for an arm, idiom's first; none for a card arm without cards."""
+    """The points that a sweep tries for an arm, idiom's first; none where an arm has nothing to choose from."""
+    if arm == "expert":
+        count = len(experts_of(row))
+        return [{"kernel": i} for i in range(count)] if count > 1 else []
     start = idiom()[kernel_of(row)]
     if arm == "blind":
         return [start, *blind_points(row)]
@@ -139,6 +146,13 @@ def read_choices(path: Path) -> dict[tuple[int, str], Chosen]:
         return {}
     found = msgspec.json.decode(path.read_bytes(), type=tuple[Chosen, ...])
     return {(item.row, item.arm): item for item in found}
+
+
+def at_point(row: Row, arm: str, point: Point, label: str) -> KernelSource:
+    """The kernel of an arm at a point of its sweep."""
+    if arm == "expert":
+        return msgspec.structs.replace(experts_of(row)[point["kernel"]], label=label)
+    return configured(row, point, label)
 
 
 def configured(row: Row, point: Point, label: str) -> KernelSource:
@@ -157,23 +171,32 @@ def configured(row: Row, point: Point, label: str) -> KernelSource:
     return KernelSource(surface=surface, files=files, entry=entry, label=label)
 
 
-def expert_of(row: Row) -> KernelSource:
-    """The best kernel that we know for a row on sm90."""
-    borrowed = {"mm": "gemm", "attention": "fmha", "causal_attention": "fmha"}.get(row.operator)
-    if borrowed is not None:
-        return borrow(borrowed, "sm90", Surface.CUDA)
-    if row.family != REDUCTION:
-        return configured(row, BEST_TILE, "expert")
-    main = SourceFile("reductions.cu", (HERE / "kernels" / "reductions.cu").read_text())
-    return KernelSource(surface=Surface.CUDA, files=(main,), entry=row.operator, label="expert")
+def experts_of(row: Row) -> list[KernelSource]:
+    """The kernels among which the best for a row on sm90 is, the likeliest first."""
+    if row.family == ATTENTION:
+        return [borrow("fmha", "sm90", Surface.CUDA)]
+    if row.family == REDUCTION:
+        rows = max(1, 4 * WARP_ELEMENTS // row.shape[1])
+        best = {"rows": rows, "warps": max(1, rows * row.shape[1] // WARP_ELEMENTS)}
+        return [own(row, "reductions.cu"), configured(row, best, "expert")]
+    core = borrow("gemm", "sm90", Surface.CUDA, "grouped" if row.operator == "grouped_mm" else "expert")
+    parts = tuple(file for file in core.files if file.name in CORE)
+    cuda = own(row, "products.cu", parts) if row.operator in ("addmm", "bmm") else core
+    return [cuda, configured(row, BEST_TILE, "expert")]
 
 
-def borrow(operator: str, platform: str, surface: Surface) -> KernelSource:
-    """The expert of experts/ for an operator with the same signature."""
+def own(row: Row, name: str, also: tuple[SourceFile, ...] = ()) -> KernelSource:
+    """A CUDA kernel of this suite whose entry is the row's operator."""
+    main = SourceFile(name, (HERE / "kernels" / name).read_text())
+    return KernelSource(surface=Surface.CUDA, files=(main, *also), entry=row.operator, label="expert")
+
+
+def borrow(operator: str, platform: str, surface: Surface, variant: str = "expert") -> KernelSource:
+    """A kernel of experts/ for an operator with the same signature."""
     found = next(
         item for item in find_experts(EXPERTS, platform) if (item.operator, item.surface) == (operator, surface)
     )
-    return msgspec.structs.replace(found.source("expert"), label="expert")
+    return msgspec.structs.replace(found.source(variant), label="expert")
 
 
 def cpu_kernel(row: Row) -> KernelSource:
@@ -192,15 +215,15 @@ def source_of(row: Row, arm: str, chosen: Chosen | None = None) -> KernelSource 
     """The kernel of an arm for a row, or why there is none."""
     if arm == "cpu":
         return cpu_kernel(row)
-    if arm == "expert":
-        return expert_of(row)
+    if arm == "expert" and chosen is None:
+        return experts_of(row)[0]
     if arm == "idiom":
         return configured(row, idiom()[kernel_of(row)], arm)
     if arm == "card" and not points_of(arm, row):
         return NO_CARDS
     if chosen is None:
         return f"no point is chosen: pytest suites/flaggems/test_sweep.py -k {arm}"
-    return configured(row, chosen.point, arm)
+    return at_point(row, arm, chosen.point, arm)
 
 
 def to_build(rows: tuple[Row, ...]) -> Iterator[tuple[Row, str, KernelSource]]:
@@ -208,8 +231,9 @@ def to_build(rows: tuple[Row, ...]) -> Iterator[tuple[Row, str, KernelSource]]:
     for row in rows:
         known: set[str] = set()
         plans: list[tuple[str, Any]] = [("idiom", source_of(row, "idiom")), ("expert", source_of(row, "expert"))]
-        for arm in SWEPT:
-            plans += [(f"{arm}{i}", configured(row, point, f"{arm}{i}")) for i, point in enumerate(points_of(arm, row))]
+        for arm in reversed(SWEPT):  # first the arm in which no kernel may spill
+            for i, point in enumerate(points_of(arm, row)):
+                plans.append((f"{arm}{i}", at_point(row, arm, point, f"{arm}{i}")))
         for name, source in plans:
             if isinstance(source, KernelSource) and source.digest not in known:
                 known.add(source.digest)

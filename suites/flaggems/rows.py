@@ -46,8 +46,7 @@ class Row:
         on_cpu = platform == "cpu"
         shape, dtype = (self.small, "fp32") if on_cpu else (self.shape, self.dtype)
         operator = f"{OPERATORS}:{self.operator}"
-        tails = () if on_cpu else (self.tail,)
-        made = make_case(operator, shape, dtype, reference, at_least=AT_LEAST, also_shapes=tails)
+        made = make_case(operator, shape, dtype, reference, at_least=AT_LEAST, also_shapes=(self.tail,))
         return msgspec.structs.replace(made, max_spills=None if on_cpu else SPILLS.get(arm))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """The verdict's."""
     reference_ms: float = 0.0
     candidate_ms: float = 0.0
+    floor_ms: float = 0.0
+    """What the row's bytes or operations take at the least, by the device's data sheet; 0 where that is not known."""
     speedup: Interval | None = None
     """Over the reference, FlagGems on a GPU; None where no time counts."""
     beside: dict[str, float] = {}
@@ -55,14 +58,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def measured(row: Row, arm: str, platform: str, verdict: Verdict) -> Measured:
     """What a verdict says of a row."""
-    timing = verdict.timing if verdict.scored else None
+    timing = verdict.timing if verdict.ranked else None
     facts = verdict.reference
     times = {name.removeprefix(MEASURED): float(value) for name, value in facts.items() if name.startswith(MEASURED)}
     return Measured(
         platform=platform, device=verdict.machine.device if verdict.machine else "", row=row.number, arm=arm,
         digest=verdict.source_digest, code=verdict.code.value,
         reference_ms=timing.reference_ms if timing else 0.0, candidate_ms=timing.candidate_ms if timing else 0.0,
-        speedup=timing.speedup if timing else None,
+        floor_ms=verdict.floor.ms if verdict.floor else 0.0, speedup=timing.speedup if timing else None,
         beside={name: value for name, value in times.items() if not name.startswith(OWN)},
         tuned={name: value for name, value in facts.items() if name == "variant" or name.startswith("tuned.")},
     )  # fmt: skip
@@ -85,9 +88,19 @@ def on_device(found: dict[Key, Measured], device: str) -> dict[Key, Measured]:
     return {key: one for key, one in found.items() if one.device == device}
 
 
-def skip_unless_due(path: Path, device: str, digest: str, until: float) -> None:
-    """With a limit of time (`until`, on the monotonic clock, above 0): skip a kernel that is known, or too late."""
-    if until and any(one.digest == digest for one in on_device(read(path), device).values()):
+def known(found: dict[Key, Measured], row: Row, digest: str) -> Measured | None:
+    """What was measured of a kernel for a row, in any arm: rows share kernels, and arms share configurations."""
+    return next((one for one in found.values() if (one.row, one.digest) == (row.number, digest)), None)
+
+
+def skip_unless_due(path: Path, device: str, row: Row, arm: str, digest: str, until: float) -> None:
+    """With a limit of time (`until`, on the monotonic clock, above 0): skip a kernel that is known, or too late.
+
+    One that is known from another arm is kept for this one, too.
+    """
+    if until and (one := known(on_device(read(path), device), row, digest)) is not None:
+        if one.arm != arm:
+            append(path, msgspec.structs.replace(one, arm=arm))
         pytest.skip("it was judged before, on this device")
     if until and time.monotonic() > until:
         pytest.skip("time is up; the same command goes on")
@@ -100,12 +113,28 @@ def append(path: Path, one: Measured) -> None:
         file.write(msgspec.json.encode(one) + b"\n")
 
 
+def publish(kept: Path, to: Path, platform: str) -> None:
+    """Copy what was measured: tables, the numbers in them, points with their choice, and verdicts with samples."""
+    to.mkdir(parents=True, exist_ok=True)
+    names = {f"{platform}-verdicts.jsonl": "records.jsonl"}
+    names |= {
+        name: name for name in (f"{platform}.md", f"{platform}.jsonl", f"sweep-{platform}.jsonl",
+                                f"choices-{platform}.json") if (kept / name).exists()
+    }  # fmt: skip
+    for name, published in names.items():
+        shutil.copyfile(kept / name, to / published)
+
+
 def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str]) -> str:
     """The rows by family and the means, as Markdown. `absent`: by arm, why it has no kernels."""
     by_row: dict[int, dict[str, Measured]] = {}
     for one in found:
         by_row.setdefault(one.row, {})[one.arm] = one
-    parts, effects = [], [effect for effect in EFFECTS if {*effect[1:]} <= {*arms}]
+    devices = sorted({one.device for arm in by_row.values() for one in arm.values()})
+    parts, effects = (
+        [f"{', '.join(devices)}; speedups with 95 % intervals."],
+        [effect for effect in EFFECTS if {*effect[1:]} <= {*arms}],
+    )
     for family in FAMILIES:
         cells = [
             cells_of(row, by_row[row.number], arms, effects)
@@ -113,9 +142,10 @@ def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str
             if row.family == family and row.number in by_row
         ]
         if cells:
-            headers = [family, "torch us", "vendor us", "ref us", *arms, *(f"{name} effect" for name, *_ in effects)]
+            columns = [*arms, *(f"{name} effect" for name, *_ in effects), "floor / fastest"]
+            headers = [family, "torch us", "vendor us", "ref us", *columns]
             parts.append(tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True))
-    parts.append(means(by_row, arms))
+    parts.append(means(by_row, arms, effects))
     parts += [f"{arm}: {why}" for arm, why in absent.items()]
     return "\n\n".join(parts)
 
@@ -131,37 +161,57 @@ def cells_of(
         row.name(any_one.platform), microseconds(any_one.beside.get("torch")),
         microseconds(min(vendor.values(), default=None)), microseconds(min(timed, default=None)),
         *(speedup(found.get(arm)) for arm in arms),
-        *(interval(over(found.get(one), found.get(other))) for _name, one, other in effects),
+        *(interval(over(found.get(one), found.get(other))) for _name, one, other in effects), of_floor(found.values()),
     ]  # fmt: skip
 
 
-def means(by_row: dict[int, dict[str, Measured]], arms: Sequence[str]) -> str:
-    """Geometric mean, coverage and rows reached, by family and of all."""
+def of_floor(found: Iterable[Measured]) -> str:
+    """The floor over the fastest arm: "78 %"."""
+    timed = [one for one in found if one.speedup is not None and one.floor_ms and one.candidate_ms]
+    return f"{max(one.floor_ms / one.candidate_ms for one in timed):.0%}" if timed else "-"
+
+
+def means(by_row: dict[int, dict[str, Measured]], arms: Sequence[str], effects: Sequence[tuple[str, str, str]]) -> str:
+    """Geometric mean with its interval, coverage and rows reached, by family and of all; then the effects' means."""
     lines = []
     for name in (*FAMILIES, "all"):
-        rows = [row for row in ROWS if name in ("all", row.family) and row.number in by_row]
+        rows = [by_row[row.number] for row in ROWS if name in ("all", row.family) and row.number in by_row]
         if rows:
-            lines.append(
-                [f"{name} ({len(rows)})", *(mean([by_row[row.number].get(arm) for row in rows]) for arm in arms)]
-            )
-    headers = ["geomean, coverage, reached", *arms]
+            cells = [mean([row.get(arm) for row in rows]) for arm in arms]
+            ratios = [[over(row.get(one), row.get(other)) for row in rows] for _name, one, other in effects]
+            cells += [interval(geomean(found)) for found in ratios]
+            lines.append([f"{name} ({len(rows)})", *cells])
+    headers = ["geomean, coverage, reached", *arms, *(f"{name} effect" for name, *_ in effects)]
     return tabulate(lines, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def mean(found: Sequence[Measured | None]) -> str:
-    """Mean of the rows that were timed, how many were, and how many are REACHED: "1.21x, 8/8, 8"."""
+    """Mean of the rows that were timed, how many were, and how many are REACHED: "1.210 [1.200, 1.220], 8/8, 8"."""
     scored = [one.speedup for one in found if one is not None and one.speedup is not None]
-    if not scored:
+    value = geomean(scored)
+    if value is None:
         return "-"
-    value = math.exp(sum(math.log(one.estimate) for one in scored) / len(scored))
-    return f"{value:.3f}x, {len(scored)}/{len(found)}, {sum(one.low >= REACHED for one in scored)}"
+    return f"{interval(value)}, {len(scored)}/{len(found)}, {sum(one.low >= REACHED for one in scored)}"
+
+
+def geomean(found: Sequence[Interval | None]) -> Interval | None:
+    """Geometric mean of the intervals that are there, whose rows err independently; None without any."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return None
+    value = math.exp(sum(math.log(one.estimate) for one in known) / len(known))
+    below = math.hypot(*(math.log(one.estimate / one.low) for one in known)) / len(known)
+    above = math.hypot(*(math.log(one.high / one.estimate) for one in known)) / len(known)
+    return msgspec.structs.replace(known[0], estimate=value, low=value * math.exp(-below), high=value * math.exp(above))
 
 
 def over(one: Measured | None, other: Measured | None) -> Interval | None:
-    """How many times faster the second arm is than the first; both were paired with the same reference."""
+    """How many times faster the second arm is than the first, where both were paired with FlagGems; 1 of one kernel."""
     if one is None or other is None or one.speedup is None or other.speedup is None:
         return None
     a, b = one.speedup, other.speedup
+    if one.digest == other.digest:
+        return msgspec.structs.replace(b, estimate=1.0, low=1.0, high=1.0)
     return msgspec.structs.replace(b, estimate=b.estimate / a.estimate, low=b.low / a.high, high=b.high / a.low)
 
 

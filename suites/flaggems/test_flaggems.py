@@ -7,22 +7,25 @@ pytest suites/flaggems/test_sweep.py --platform sm90 --for 9            # points
 pytest suites/flaggems/test_flaggems.py --platform sm90 [--for 9] [--klineage-method idiom] [-k 09-]
 
 With --for, what was judged on this device is not judged again, and the same command goes on when time was up. The table
-has what earlier runs measured on the device too (results/runs/flaggems). arms.py says what the arms are.
+has what earlier runs measured on the device too (results/runs/flaggems). --publish copies tables and verdicts with
+their samples to results/flaggems-<platform>. arms.py says what the arms are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from string import digits
 
 import pytest
 from arms import ARMS, NO_CARDS, card_points, read_choices, source_of, to_build
 from rows import ROWS, Row
-from table import TEXT, Measured, append, measured, on_device, read, skip_unless_due, tables
+from table import TEXT, Measured, append, measured, on_device, publish, read, skip_unless_due, tables
 
 from pytest_klineage import KernelGate, KlineageSession, UnknownName
 from pytest_klineage.plugin.session import SESSION_KEY
-from pytest_klineage.records import KernelSource
+from pytest_klineage.records import KernelSource, to_json
+from pytest_klineage.results.runs import Record
 
 REFERENCE = {"cpu": "torch"}
 """By platform; FlagGems on the others."""
@@ -34,7 +37,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     session = metafunc.config.stash[SESSION_KEY]
     arms = arms_of(session)
     if session.gate_settings.stage == "compile" and session.platform != "cpu":
-        found = [(row, name, source) for row, name, source in to_build(ROWS) if name.rstrip("0123456789") in arms]
+        found = [(row, name, source) for row, name, source in to_build(ROWS) if name.rstrip(digits) in arms]
     else:
         found = [(row, arm, None) for row in ROWS for arm in arms]
     metafunc.parametrize(
@@ -56,7 +59,9 @@ def arms_of(session: KlineageSession) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def results(klineage_session: KlineageSession) -> Path:
     """Where this suite keeps what it measures."""
-    return klineage_session.settings.results / "runs" / "flaggems"
+    folder = klineage_session.settings.results / "runs" / "flaggems"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,9 @@ def kept(klineage_session: KlineageSession, results: Path, request: pytest.Fixtu
     new: list[Measured] = []
     yield new
     platform = klineage_session.platform
-    everything = on_device(read(results / f"{platform}.jsonl"), new[-1].device) if new else {}
+    goes_on = request.config.getoption("--for") and klineage_session.gate_settings.stage == "all"
+    device = new[-1].device if new else klineage_session.gate.machine().device if goes_on else ""
+    everything = on_device(read(results / f"{platform}.jsonl"), device)
     if not everything:
         return
     arms = CPU_ARMS if platform == "cpu" else ARMS
@@ -73,6 +80,8 @@ def kept(klineage_session: KlineageSession, results: Path, request: pytest.Fixtu
     text = tables(everything.values(), arms, absent)
     (results / f"{platform}.md").write_text(f"{text}\n")
     request.config.stash[TEXT] = text
+    if request.config.getoption("--publish"):
+        publish(results, klineage_session.settings.results / f"flaggems-{platform}", platform)
 
 
 def test_flaggems(
@@ -86,9 +95,12 @@ def test_flaggems(
     if isinstance(source, str):
         pytest.skip(f"{row.name(platform)}, {arm}: {source}")
     if until:
-        skip_unless_due(results / f"{platform}.jsonl", request.getfixturevalue("device"), source.digest, until)
-    verdict = kernel_gate(source, case=row.case(platform, REFERENCE.get(platform, "flaggems"), arm))
+        device = request.getfixturevalue("device")
+        skip_unless_due(results / f"{platform}.jsonl", device, row, arm, source.digest, until)
+    verdict = kernel_gate(source, case=row.case(platform, REFERENCE.get(platform, "flaggems"), arm.rstrip(digits)))
     if verdict.scored:
+        with (results / f"{platform}-verdicts.jsonl").open("ab") as file:
+            file.write(to_json(Record(nodeid=request.node.nodeid, verdict=verdict)) + b"\n")
         one = measured(row, arm, platform, verdict)
         kept.append(one)
         append(results / f"{platform}.jsonl", one)

@@ -1,7 +1,8 @@
-"""Which point the arms blind and card take for each row: every point is judged for two seconds, the fastest is kept.
+"""Which point the arms blind and card take for each row, which kernel the arm expert: the fastest of short judgements.
 
 pytest suites/flaggems/test_sweep.py --platform sm90 --for 9 [--klineage-method blind] [-k "09- or 10-"]
 
+A judgement ends once its interval excludes the arm's best, or after a second; points of a row share FlagGems' process.
 The same command goes on where the last one stopped: points that are in results/runs/flaggems/sweep-<platform>.jsonl are
 not judged again. The verdicts with their samples lie beside it, and choices-<platform>.json; test_flaggems.py judges
 what was chosen in another run, with other inputs, and only its times are reported. A point that fails is data.
@@ -11,19 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import digits
 
 import msgspec
 import pytest
-from arms import SWEPT, Chosen, card_points, configured, points_of
+from arms import SWEPT, Chosen, at_point, card_points, points_of
 from rows import ROWS, Row
-from table import Key, Measured, append, measured, on_device, read, skip_unless_due
+from table import Key, Measured, append, known, measured, on_device, read, skip_unless_due
 
 from pytest_klineage import Gate, GateSettings, KlineageSession
 from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.plugin.session import SESSION_KEY
 from pytest_klineage.records import to_json
 
-SHORT = {"time_limit_s": 2.0, "precision": 0.02, "seeds": 1}
+SHORT = {"precision": 0.02, "seeds": 1}
 """Of a point's judgement: what is chosen is judged again in full. What the user gives counts."""
 
 
@@ -62,12 +64,11 @@ def swept(klineage_session: KlineageSession, device: str) -> Iterator[Path]:
 
 def choices(found: dict[Key, Measured], platform: str) -> list[Chosen]:
     """The fastest point of each row and arm. A configuration that two arms share was judged once."""
-    by_digest = {one.digest: one for one in found.values()}
     made = []
     for row in ROWS:
         for arm in SWEPT:
             points = points_of(arm, row)
-            judged = [(by_digest.get(configured(row, point, arm).digest), point) for point in points]
+            judged = [(known(found, row, at_point(row, arm, point, arm).digest), point) for point in points]
             timed = [(one.speedup.estimate, point) for one, point in judged if one is not None and one.speedup]
             if timed:
                 speedup, best = max(timed, key=lambda item: item[0])
@@ -78,14 +79,21 @@ def choices(found: dict[Key, Measured], platform: str) -> list[Chosen]:
     return made
 
 
+def best_so_far(found: dict[Key, Measured], row: Row, arm: str) -> float:
+    """The largest speedup of a row's points of an arm; 1 before the first."""
+    own = (one for one in found.values() if one.row == row.number and one.arm.rstrip(digits) == arm)
+    return max((one.speedup.estimate for one in own if one.speedup is not None), default=1.0)
+
+
 def test_point(
     klineage_session: KlineageSession, short_gate: Gate, swept: Path, until: float, device: str,
     write_line: Callable[[str], None], row: Row, arm: str, position: int,
 ) -> None:  # fmt: skip
     """Judge one point, unless it is known or time is up."""
-    source = configured(row, points_of(arm, row)[position], f"{arm}{position}")
-    skip_unless_due(swept, device, source.digest, until)
-    verdict = short_gate.judge(row.case(klineage_session.platform, "flaggems"), source)
+    source = at_point(row, arm, points_of(arm, row)[position], f"{arm}{position}")
+    skip_unless_due(swept, device, row, f"{arm}{position}", source.digest, until)
+    case = row.case(klineage_session.platform, "flaggems", arm)
+    verdict = short_gate.judge(case, source, screen_against=best_so_far(on_device(read(swept), device), row, arm))
     # Not among the runs: a report shows what was chosen, from its own run.
     with swept.with_name(f"sweep-{klineage_session.platform}-verdicts.jsonl").open("ab") as file:
         file.write(to_json(verdict) + b"\n")

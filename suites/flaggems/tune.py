@@ -10,6 +10,7 @@ it is what travels to another machine with the same GPU. The same command goes o
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from pytest_klineage.records.facts import MEASURED
 
 ATTEMPTS = 3
 LIMIT_S = 180
-"""For one attempt: the slowest that was seen took 24 s."""
+"""For one attempt, with its wait for the others: the slowest that was seen took 24 s."""
 RECORD = "tuned.json"
 OWN = f"{MEASURED}flaggems."
 """How facts begin that are medians of FlagGems' own entries."""
@@ -82,14 +84,13 @@ def place_of(row: Row, platform: str, folder: Path) -> Path:
 def tune(row: Row, platform: str, folder: Path, attempt: Attempt) -> tuple[str, bool]:
     """Make ATTEMPTS attempts for a row and keep the fastest. Returns what is to be said, and whether one succeeded."""
     position = place_of(row, platform, folder)
-    tried: list[tuple[float, Path, dict[str, str]]] = []
-    for number in range(ATTEMPTS):
-        own = folder / f".attempt-{row.number}-{number}" / position.name
+    places = [folder / f".attempt-{row.number}-{number}" / position.name for number in range(ATTEMPTS)]
+    for own in places:
         shutil.rmtree(own.parent, ignore_errors=True)
         own.mkdir(parents=True)
-        facts = attempt(row, platform, own)
-        medians = [float(value) for name, value in facts.items() if name.startswith(OWN)]
-        tried.append((min(medians, default=float("inf")), own, facts))
+    with ThreadPoolExecutor(ATTEMPTS) as pool:  # importing takes as long as tuning, and needs no GPU
+        found = list(pool.map(lambda own: attempt(row, platform, own), places))
+    tried = [(fastest(facts), own, facts) for own, facts in zip(places, found, strict=True)]
     best_ms, best, facts = min(tried, key=lambda item: item[0])
     record = {"attempts_ms": [ms for ms, *_ in tried if ms < float("inf")], "facts": facts}
     if best_ms < float("inf"):
@@ -102,10 +103,17 @@ def tune(row: Row, platform: str, folder: Path, attempt: Attempt) -> tuple[str, 
     return f"{times} us, {facts.get('variant', facts.get('error', ''))}", best_ms < float("inf")
 
 
+def fastest(facts: dict[str, str]) -> float:
+    """Milliseconds of FlagGems' fastest entry; infinite where an attempt has failed."""
+    return min((float(value) for name, value in facts.items() if name.startswith(OWN)), default=float("inf"))
+
+
 def in_process(row: Row, platform: str, folder: Path) -> dict[str, str]:
     """One attempt in a new process whose caches lie in `folder`: the reference's facts, or an error's last line."""
     command = [sys.executable, __file__, "--one", str(row.number), "--platform", platform]
-    environment = os.environ | {"FLAGGEMS_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+    environment = os.environ | {
+        "FLAGGEMS_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_CACHE_AUTOTUNING": "1",
+    }  # fmt: skip
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
@@ -117,12 +125,16 @@ def in_process(row: Row, platform: str, folder: Path) -> dict[str, str]:
 
 
 def tune_here(row: Row, platform: str) -> dict[str, Any]:
-    """Prepare the reference on tensors of the row, as the gate does, and say what it came to."""
+    """Prepare the reference on tensors of the row, as the gate does, and say what it came to. One process at a time."""
+    import flag_gems  # noqa: F401  # before the lock: its folder is in the environment
+
     from pytest_klineage.references import reference
     from pytest_klineage.worker.reference_kernel import prepared_on_gpu
 
     case = row.case(platform, "flaggems")
-    prepared_on_gpu(case, platform)
+    with (Path(os.environ["FLAGGEMS_CACHE_DIR"]).parents[1] / ".one-at-a-time").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        prepared_on_gpu(case, platform)
     return reference("flaggems").describe(case)
 
 

@@ -24,7 +24,8 @@ from pytest_klineage import GateSettings
 from pytest_klineage.gate import Gate
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
-from pytest_klineage.report.compare import MARGIN, precision_for
+from pytest_klineage.records.baseline import ComparisonOutcome
+from pytest_klineage.report.compare import MARGIN, compare_base, precision_for
 from pytest_klineage.results.packed import unpack
 
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
@@ -69,11 +70,24 @@ def report_of(judged: list[Judged]) -> str:
             f"machine; with unstable times were {was_disturbed(alone)} of the {len(alone)} that count, and a trial "
             "with one of them is `unclear`.",
             "",
+            f"{len(alone)} of {len(planned())} planned judgements. Slower by one of them, unconfirmed: "
+            f"{'; '.join(first_look(alone, by) for by in (UNCHANGED, *LEVELS))}.",
+            "",
             *table(alone, LEVELS, TARGETS, MARGIN, OPERATORS),
             "",
             f"Raw samples: `{NAME}.jsonl.gz`.",
         ]
     )
+
+
+def first_look(judged: list[Judged], by: float) -> str:
+    """What the judgements of one slowdown say, each by itself."""
+    outcomes = [
+        compare_base("detection", one.verdict, one.verdict, margin=MARGIN).outcome
+        for one in judged
+        if one.slower_by == by
+    ]
+    return f"{outcomes.count(ComparisonOutcome.SLOWER)} of {len(outcomes)} with a loop of {100 * by:g} %"
 
 
 def base_ms(judged: list[Judged], operator: str) -> float:

@@ -36,7 +36,7 @@ def restarted() -> list[str]:
     return did
 
 
-def test_both_sides_have_ended_before_one_is_started_and_the_first_is_drawn() -> None:
+def test_both_sides_end_before_one_starts_and_the_first_is_drawn() -> None:
     orders = [restarted() for _ in range(40)]
     for did in orders:
         assert did[:2] == ["end reference", "end candidate"]

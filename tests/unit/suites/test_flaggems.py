@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pytest_klineage import UsageError, make_case  # noqa: E402  # after torch is known to be there
+from pytest_klineage.lab.library.cards import find_cards  # noqa: E402
 from pytest_klineage.operators import operator_of  # noqa: E402
 from pytest_klineage.operators.null_models import lint_case  # noqa: E402
 from pytest_klineage.records import Interval, KernelCase, KernelSource  # noqa: E402
@@ -34,7 +37,7 @@ functional = torch.nn.functional
 @pytest.fixture(scope="module")
 def suite() -> dict[str, ModuleType]:
     """The suite's modules by name."""
-    return {name: importlib.import_module(name) for name in ("rows", "arms", "table", "tune", "test_sweep")}
+    return {name: importlib.import_module(name) for name in ("rows", "arms", "steering", "table", "tune", "test_sweep")}
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +108,7 @@ def test_the_rows_are_the_papers(suite: dict[str, ModuleType]) -> None:
     assert [sum(row.family == name for row in rows) for name in suite["rows"].FAMILIES] == [8, 6, 8]
     assert len({row.case("cpu", "torch").id for row in rows if row.number not in (18,)}) == 21
     for row in rows:
-        assert row.case("sm90", "flaggems").also_shapes
+        assert row.case("sm90", "flaggems").also_shapes == row.case("cpu", "torch").also_shapes != ()
         assert row.case("sm90", "flaggems", "expert").max_spills == 0
 
 
@@ -126,7 +129,7 @@ def test_blind_points_are_drawn_from_the_grid(suite: dict[str, ModuleType]) -> N
 def test_an_arm_without_cards_says_so(suite: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     arms, row = suite["arms"], suite["rows"].ROWS[14]
     monkeypatch.setattr(arms, "card_points", lambda: {})
-    assert arms.source_of(row, "card") == "no SM90 cards yet"
+    assert arms.source_of(row, "card") == arms.NO_CARDS
     assert "test_sweep.py" in arms.source_of(row, "blind")
     proposed = arms.CardPoints(row=15, cards=("rows-in-registers",), points=({"rows": 2, "warps": 4},))
     monkeypatch.setattr(arms, "card_points", lambda: {15: proposed})
@@ -149,22 +152,94 @@ def test_points_of_cards_are_read_with_their_names(
         arms.card_points.__wrapped__()
 
 
+@pytest.mark.parametrize(
+    ("settings", "row", "votes"),
+    [
+        ({"tile_cols": "128 -> 256", "threads": "288", "stages": "4"}, 0,
+         {"block_n": [256], "threads": [288], "stages": [4]}),
+        ({"gemm": "288 threads, 4 stages", "attention": "384 threads, 2 stages each", "CONSUMERS": "2"}, 0,
+         {"stages": [4], "threads": [256], "block_m": [128]}),
+        ({"gemm": "288 threads, 4 stages", "attention": "384 threads, 2 stages each", "CONSUMERS": "2"}, 8,
+         {"stages": [2], "threads": [256], "block_m": [128]}),
+        ({"stages": "4 (gemm, depth 64), 2 (fmha, 128 keys)"}, 8, {"stages": [2], "block_n": [128]}),
+        ({"selection": "1024 threads", "attention": "128 threads"}, 14, {"warps": [32]}),
+        ({"pitch": "17", "wide": "warp 64x32", "mma": "m64n200k16"}, 0, {}),
+    ],
+)  # fmt: skip
+def test_settings_of_a_card_are_read_as_votes(
+    suite: dict[str, ModuleType], settings: dict[str, str], row: int, votes: dict[str, list[int]]
+) -> None:
+    card = msgspec.structs.replace(find_cards(SUITE.parents[1] / "skills")[0], settings=settings)
+    assert suite["steering"].figures(card, suite["rows"].ROWS[row]) == votes
+
+
+def test_points_nearest_to_a_card_come_first(suite: dict[str, ModuleType]) -> None:
+    steering, row = suite["steering"], suite["rows"].ROWS[0]
+    card, other = find_cards(SUITE.parents[1] / "skills")[:2]
+    wide = msgspec.structs.replace(card, settings={"tile": "128x256x64", "stages": "4", "threads": "256"})
+    mute = msgspec.structs.replace(other, settings={"pitch": "17"})
+    found = steering.steered(row, [mute, wide])
+    assert [name.partition("@")[0] for name in found.cards] == [wide.name]
+    assert found.points[0] == {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 4, "threads": 256}
+    assert len(found.points) == suite["arms"].POINTS
+    assert all(suite["arms"].fits(row, point) for point in found.points)
+    assert steering.steered(row, [mute]) is None
+    assert tomllib.loads(steering.as_toml([found]))["rows"][0]["points"] == list(found.points)
+
+
+def test_every_row_has_steered_points_that_fit(suite: dict[str, ModuleType]) -> None:
+    arms = suite["arms"]
+    assert sorted(arms.card_points()) == list(range(1, 23))
+    for row in suite["rows"].ROWS:
+        points = arms.card_points()[row.number].points
+        assert len({str(point) for point in points}) == arms.POINTS
+        assert all(arms.fits(row, point) for point in points)
+
+
+def test_an_expert_is_chosen_among_kernels(suite: dict[str, ModuleType]) -> None:
+    arms = suite["arms"]
+    for row in suite["rows"].ROWS:
+        kernels, points = arms.experts_of(row), arms.points_of("expert", row)
+        assert len({kernel.digest for kernel in kernels}) == len(kernels)
+        assert kernels[0].surface == "cuda"
+        assert len(points) == (len(kernels) if len(kernels) > 1 else 0)
+        assert arms.source_of(row, "expert") == kernels[0]
+        for i, point in enumerate(points):
+            chosen = arms.Chosen(row=row.number, arm="expert", point=point, speedup=1.0, platform="sm90")
+            assert arms.source_of(row, "expert", chosen).digest == kernels[i].digest
+
+
 def test_a_limit_of_time_skips_what_is_known_or_late(suite: dict[str, ModuleType], tmp_path: Path) -> None:
-    table, path = suite["table"], tmp_path / "sm90.jsonl"
+    table, path, row = suite["table"], tmp_path / "sm90.jsonl", suite["rows"].ROWS[14]
+    soon = time.monotonic() + 60
     table.append(path, measured(suite, "idiom", "known", 1.0))
-    table.skip_unless_due(path, "H200", "known", 0.0)
-    table.skip_unless_due(path, "H100", "known", time.monotonic() + 60)
+    table.skip_unless_due(path, "H200", row, "idiom", "known", 0.0)
+    table.skip_unless_due(path, "H100", row, "idiom", "known", soon)
+    table.skip_unless_due(path, "H200", suite["rows"].ROWS[15], "idiom", "known", soon)  # another row's same kernel
     with pytest.raises(pytest.skip.Exception, match="judged before"):
-        table.skip_unless_due(path, "H200", "known", time.monotonic() + 60)
+        table.skip_unless_due(path, "H200", row, "idiom", "known", soon)
     with pytest.raises(pytest.skip.Exception, match="time is up"):
-        table.skip_unless_due(path, "H200", "other", time.monotonic() - 1)
+        table.skip_unless_due(path, "H200", row, "idiom", "other", time.monotonic() - 1)
+    assert len(table.read(path)) == 1
+
+
+def test_a_kernel_of_two_arms_is_judged_once(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    table, path, row = suite["table"], tmp_path / "sm90.jsonl", suite["rows"].ROWS[14]
+    table.append(path, measured(suite, "idiom", "same", 1.1))
+    with pytest.raises(pytest.skip.Exception, match="judged before"):
+        table.skip_unless_due(path, "H200", row, "blind", "same", time.monotonic() + 60)
+    idiom, blind = table.read(path).values()
+    assert (idiom.arm, blind.arm, blind.speedup) == ("idiom", "blind", idiom.speedup)
+    ratio = table.over(idiom, blind)
+    assert (ratio.estimate, ratio.low, ratio.high) == (1.0, 1.0, 1.0)
 
 
 def measured(suite: dict[str, ModuleType], arm: str, digest: str, speed: float | None, row: int = 15) -> object:
     interval = None if speed is None else Interval(speed, speed * 0.99, speed * 1.01)
     return suite["table"].Measured(
         platform="sm90", device="H200", row=row, arm=arm, digest=digest, code="accepted", speedup=interval,
-        reference_ms=0.07, beside={"torch": 0.08, "flashinfer": 0.065},
+        reference_ms=0.07, candidate_ms=0.07 / (speed or 1), floor_ms=0.056,
+        beside={"torch": 0.08, "flashinfer": 0.065},
     )  # fmt: skip
 
 
@@ -176,10 +251,19 @@ def test_a_sweep_keeps_the_fastest_point(suite: dict[str, ModuleType], tmp_path:
     for i, speed in enumerate([1.0, None, 1.2, 1.1]):
         table.append(path, measured(suite, f"blind{i}", digests[i], speed))
     path.write_bytes(path.read_bytes() + b'{"cut')
-    (chosen,) = suite["test_sweep"].choices(table.read(path), "sm90")
+    chosen, *shared = suite["test_sweep"].choices(table.read(path), "sm90")
+    assert all(item.arm != "blind" and item.cards for item in shared)
     assert (chosen.row, chosen.arm, chosen.point, chosen.speedup) == (15, "blind", points[2], 1.2)
     (tmp_path / "choices.json").write_bytes(msgspec.json.encode([chosen]))
     assert arms.read_choices(tmp_path / "choices.json") == {(15, "blind"): chosen}
+
+
+def test_a_point_is_screened_against_its_arms_best(suite: dict[str, ModuleType]) -> None:
+    sweep, row = suite["test_sweep"], suite["rows"].ROWS[14]
+    points = [("blind0", 1.1, 15), ("blind10", 1.2, 15), ("blind2", None, 15), ("card1", 1.5, 15), ("blind0", 1.6, 16)]
+    found = [measured(suite, arm, f"{arm}-{number}", speed, number) for arm, speed, number in points]
+    assert sweep.best_so_far({one.key: one for one in found}, row, "blind") == 1.2
+    assert sweep.best_so_far({}, row, "blind") == 1.0
 
 
 def test_the_table_has_effects_and_what_is_absent(suite: dict[str, ModuleType]) -> None:
@@ -188,22 +272,41 @@ def test_the_table_has_effects_and_what_is_absent(suite: dict[str, ModuleType]) 
         measured(suite, "blind", "b", 1.1),
         measured(suite, "expert", "c", None),
     ]
-    text = suite["table"].tables(found, suite["arms"].ARMS, {"card": "no SM90 cards yet"})
+    text = suite["table"].tables(found, suite["arms"].ARMS, {"card": "no cards"})
     line = next(line for line in text.splitlines() if "15-rms_norm" in line)
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     assert cells[1:5] == ["80.0", "65.0", "70.0", "1.000 [0.990, 1.010]"]
-    assert cells[7:] == ["accepted", "1.100 [1.078, 1.122]", "-"]
-    assert "1.100x, 1/1, 1" in text
-    assert "card: no SM90 cards yet" in text
+    assert cells[7:] == ["accepted", "1.100 [1.078, 1.122]", "-", "88%"]
+    assert "1.100 [1.089, 1.111], 1/1, 1 " in text
+    assert "card: no cards" in text
+
+
+def test_what_is_published_has_its_verdicts(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    kept, to = tmp_path / "kept", tmp_path / "to"
+    kept.mkdir()
+    for name in ("sm90-verdicts.jsonl", "sm90.md", "sm90.jsonl", "cpu.jsonl", "sweep-sm90-verdicts.jsonl"):
+        (kept / name).write_text(name)
+    suite["table"].publish(kept, to, "sm90")
+    assert {path.name: path.read_text() for path in to.iterdir()} == {
+        "records.jsonl": "sm90-verdicts.jsonl", "sm90.md": "sm90.md", "sm90.jsonl": "sm90.jsonl",
+    }  # fmt: skip
+
+
+def test_a_mean_is_narrower_than_its_rows(suite: dict[str, ModuleType]) -> None:
+    mean = suite["table"].geomean([Interval(1.0, 0.99, 1.02), None, Interval(1.21, 1.21 * 0.99, 1.21 * 1.02)])
+    assert mean.estimate == pytest.approx(1.1)
+    assert mean.low == pytest.approx(1.1 * 0.99 ** (1 / math.sqrt(2)))
+    assert mean.high == pytest.approx(1.1 * 1.02 ** (1 / math.sqrt(2)))
+    assert suite["table"].geomean([None]) is None
 
 
 def test_tuning_keeps_the_fastest_of_three(suite: dict[str, ModuleType], tmp_path: Path) -> None:
     tune, row = suite["tune"], suite["rows"].ROWS[14]
-    times = iter([0.08, None, 0.07])
+    times = {"0": 0.08, "1": None, "2": 0.07}
 
     def attempt(_row: object, _platform: str, folder: Path) -> dict[str, str]:
         """Stands in for FlagGems, which needs a GPU: leaves a file, as its database would lie there."""
-        (ms := next(times)) and (folder / "found.db").write_text(str(ms))
+        (ms := times[folder.parent.name[-1]]) and (folder / "found.db").write_text(str(ms))
         return {"variant_ms.flaggems.generic": str(ms), "variant_ms.torch": "0.01"} if ms else {"error": "no GPU"}
 
     said, good = tune.tune(row, "sm90", tmp_path, attempt)

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pytest_klineage import records
-from pytest_klineage.lab.library.normalise import PLATFORM_CAPABILITIES
 from pytest_klineage.lab.library.retrieval import DEFAULT_K, Dimension
 from pytest_klineage.lab.library.similarity import DTYPE_WEIGHT, OPERATOR_WEIGHT, SAME_FAMILY, SHAPE_WEIGHT
 from pytest_klineage.records import Lineage, SkillCard, Termination
@@ -26,10 +25,6 @@ def rows(path: Path, heading: str) -> list[list[str]]:
     table = re.search(r"^\|[-| ]+\|\n((?:\|.*\n)+)", section, re.M)
     assert table is not None, heading
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.group(1).splitlines()]
-
-
-def code(text: str) -> list[str]:
-    return re.findall(r"`([^`]+)`", text)
 
 
 @pytest.mark.parametrize(("path", "record"), [(LINEAGE, Lineage), (CARD, SkillCard)], ids=["lineage", "card"])
@@ -53,12 +48,6 @@ def own_types(record: type[msgspec.Struct]) -> set[str]:
 def test_ends_of_a_walk_are_listed() -> None:
     rendered = f"\n::: pytest_klineage.records.{Termination.__name__}\n"
     assert rendered in (DOCS / "concepts" / "lineages.md").read_text().partition("\n## How it ends\n")[2]
-
-
-@pytest.mark.parametrize("platform", PLATFORM_CAPABILITIES)
-def test_what_platforms_are_granted_is_listed(platform: str) -> None:
-    row = next(row for row in rows(CARD, "## Platforms and capabilities") if platform in code(row[0]))
-    assert set(code(row[1].partition(";")[0])) == PLATFORM_CAPABILITIES[platform]
 
 
 def test_dimensions_and_weights_are_as_written() -> None:
