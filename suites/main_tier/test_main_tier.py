@@ -97,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     session = metafunc.config.stash[SESSION_KEY]
     only_build = session.gate_settings.stage == "compile"
-    known = sorted({name for expert in find_experts(EXPERTS) for name in expert.variants})
+    known = sorted({name for expert in find_experts(EXPERTS) for name in expert.methods})
     known += [STAGES] if only_build else [STAGES, *METHOD_NAMES]
     for method in session.methods:
         if method not in known:
@@ -117,7 +117,7 @@ def kernel_to_judge(session: KlineageSession, operator: str, method: str) -> Ker
     """The platform's kernel of a method; on several surfaces the first of them."""
     for expert in folders(session.platform):
         kernel = Kernel(operator, method, expert)
-        if expert.operator == operator and method in expert.variants and session.platform in kernel.platforms:
+        if expert.operator == operator and method in expert.methods and session.platform in kernel.platforms:
             return kernel
     return Kernel(operator, method, None)
 
@@ -135,7 +135,7 @@ def kernels_to_build(session: KlineageSession) -> list[Kernel]:
     asked = session.methods if "method" in session.settings.given else None
     kernels = []
     for expert in folders(session.platform):
-        variants = [name for name in expert.variants if asked is None or name in asked]
+        variants = [name for name in expert.methods if asked is None or name in asked]
         kernels += [Kernel(expert.operator, name, expert) for name in variants]
         if asked is None or STAGES in asked:
             kernels += stages_of(expert)

@@ -1,7 +1,7 @@
 """Expert kernels on disk: experts/<operator>/<platform>-<surface>/expert.toml to records. No lineages, no cards.
 
 [kernel]                       operator, platform, surface
-[variants.expert]              files (the first is compiled), entry, flags, techniques, label, platforms
+[variants.expert]              files (the first is compiled), entry, flags, techniques, label, platforms, operator
 [variants.naive]               as many variants as there are; "expert" and "naive" are what suites ask for
 [contract]                     what the kernel demands of its arguments; free text by topic
 [provenance]                   where it comes from: author, licence, source
@@ -34,6 +34,8 @@ class ExpertVariant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """What tables call it; the variant's name when empty."""
     platforms: tuple[str, ...] = ()
     """Platforms that it can be built for; the folder's own when empty."""
+    operator: str = ""
+    """What it computes; the folder's operator when empty."""
 
 
 class Expert(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +48,11 @@ class Expert(msgspec.Struct, frozen=True, kw_only=True):
     variants: dict[str, ExpertVariant]
     contract: dict[str, Any] = {}
     provenance: dict[str, Any] = {}
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Names of the variants that compute the folder's operator."""
+        return tuple(name for name, variant in self.variants.items() if variant.operator in ("", self.operator))
 
     def source(self, variant: str) -> KernelSource:
         """The source of one variant, read from disk. Raises UnknownName, or UsageError for an unreadable file."""
