@@ -36,7 +36,10 @@ def add_judge(commands: Commands) -> None:
     judge.add_argument("folder", metavar="DIR", type=Path)
     judge.add_argument("--platform", metavar="NAME", default="auto", help="auto, cpu, or such as sm90 (default: auto)")
     judge.add_argument("--for", metavar="TIME", dest="limit", help="stop before this time is over, such as 8m or 90s")
-    judge.add_argument("-n", metavar="N", dest="judges", type=int, help="GPUs to use (default: all that are visible)")
+    judge.add_argument(
+        "-n", metavar="N", dest="judges", type=int,
+        help="GPUs to use (default: all that are visible); with --build-only, processes (default: one a CPU)",
+    )  # fmt: skip
     judge.add_argument("--cache-dir", metavar="DIR", type=Path, help="where built kernels are kept")
     judge.add_argument(
         "--build-only", action="store_true", help="build the kernels of all open requests into DIR/artifacts, no more"
@@ -159,7 +162,8 @@ def _build_here(folder: BatchFolder, arguments: argparse.Namespace) -> int:
     platforms = asked if arguments.platform == "auto" else [platform_name(arguments.platform)]
     _catch_signals()
     try:
-        ended = [build_folder(folder, name, cache_dir=arguments.cache_dir, tell=say) for name in platforms]
+        jobs = arguments.judges or os.cpu_count() or 1
+        ended = [build_folder(folder, name, cache_dir=arguments.cache_dir, jobs=jobs, tell=say) for name in platforms]
     except KeyboardInterrupt:
         return INTERRUPTED
     say(f"{folder.root}: {sum(one.built for one in ended)} built, {sum(one.failed for one in ended)} not")

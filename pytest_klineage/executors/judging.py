@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice, takewhile
 from pathlib import Path
 from types import FrameType
@@ -18,7 +21,7 @@ from pytest_klineage.executors.batch import ARTIFACTS, BatchFolder
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings, default_cache_dir
-from pytest_klineage.records import Verdict
+from pytest_klineage.records import KernelSource, Verdict
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 
 FIRST_GUESS_S = 8.0
@@ -26,6 +29,8 @@ FIRST_GUESS_S = 8.0
 GRACE_S = 3.0
 """Time kept for ending processes; a judgement that is still under way then is given up and left open."""
 Tell = Callable[[str], None]
+Wanted = tuple[JudgeRequest, KernelSource]
+_BUILDER: Gate | None = None
 
 
 class TimeUp(BaseException):
@@ -74,28 +79,59 @@ class BuiltAhead(msgspec.Struct, frozen=True):
 
 
 def build_folder(
-    folder: BatchFolder, platform: str, *, cache_dir: Path | None = None, tell: Tell | None = None
+    folder: BatchFolder, platform: str, *, cache_dir: Path | None = None, jobs: int = 1, tell: Tell | None = None
 ) -> BuiltAhead:
     """Build the kernels of all open requests of a platform into the folder's artifacts. That needs no device.
 
     Nothing is answered: a kernel that does not build has its verdict from the judge. Kernels that stand in for a
-    reference are built as well. Raises KlineageError when a compiler is missing.
+    reference are built as well. jobs: processes that build, each kernel in one of them. Raises KlineageError when a
+    compiler is missing.
     """
-    built, failed = 0, 0
-    seen: set[tuple[str, str]] = set()
     artifacts, cache = folder.root.absolute() / ARTIFACTS, (cache_dir or default_cache_dir()).absolute()
-    with Gate(platform, GateSettings(stage="compile", artifacts=artifacts, cache_dir=cache)) as gate:
-        for request in folder.open_requests(platform):
-            for source in filter(None, (request.source, request.reference_source)):
-                if (request.case.id, source.digest) in seen:
-                    continue
-                seen.add((request.case.id, source.digest))
-                verdict = gate.judge(request.case, source, platforms=request.platforms)
-                built, failed = built + verdict.ok, failed + (not verdict.ok)
-                why = "" if verdict.ok else f": {verdict.reasons[0].message.splitlines()[0]}"
-                if tell is not None:
-                    tell(f"{platform}: {request.case.id} {source.label or 'kernel'}: {verdict.code.value}{why}")
+    settings = GateSettings(stage="compile", artifacts=artifacts, cache_dir=cache)
+    wanted = _to_build(folder.open_requests(platform))
+    said = [f"{platform}: {request.case.id} {source.label or 'kernel'}" for request, source in wanted]
+    built, failed = 0, 0
+    for name, verdict in zip(said, _built(wanted, platform, settings, min(jobs, len(wanted))), strict=True):
+        built, failed = built + verdict.ok, failed + (not verdict.ok)
+        why = "" if verdict.ok else f": {verdict.reasons[0].message.splitlines()[0]}"
+        if tell is not None:
+            tell(f"{name}: {verdict.code.value}{why}")
     return BuiltAhead(built, failed)
+
+
+def _to_build(requests: Iterable[JudgeRequest]) -> list[Wanted]:
+    """Each kernel of each case once."""
+    found: dict[tuple[str, str], Wanted] = {}
+    for request in requests:
+        for source in filter(None, (request.source, request.reference_source)):
+            found.setdefault((request.case.id, source.digest), (request, source))
+    return list(found.values())
+
+
+def _built(wanted: list[Wanted], platform: str, settings: GateSettings, jobs: int) -> Iterator[Verdict]:
+    """The verdicts of the compile stage, in the order of what is wanted."""
+    if jobs <= 1:
+        with Gate(platform, settings) as gate:
+            yield from (gate.judge(one.case, source, platforms=one.platforms) for one, source in wanted)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, _begin_building, (platform, settings)) as pool:
+        yield from pool.map(_build_one, wanted)
+
+
+def _begin_building(platform: str, settings: GateSettings) -> None:
+    """What a building process begins with: its own gate. An interruption is the parent's to answer."""
+    global _BUILDER  # one of each process, which its pool starts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _BUILDER = Gate(platform, settings)
+    atexit.register(_BUILDER.close)
+
+
+def _build_one(wanted: Wanted) -> Verdict:
+    assert _BUILDER is not None
+    request, source = wanted
+    return _BUILDER.judge(request.case, source, platforms=request.platforms)
 
 
 def after_others(left: deque[JudgeRequest], taken: JudgeRequest) -> deque[JudgeRequest]:

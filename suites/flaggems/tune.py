@@ -2,6 +2,8 @@
 
 python suites/flaggems/tune.py --for 5 [--platform sm90] [--rows 1,9] [--cache-dir DIR]
 
+With several GPUs: a process each, with CUDA_VISIBLE_DEVICES and rows of its own.
+
 Its tuner's choice is noisy (5 ms of warm-up, 10 ms of calls) and its keys leave out batch, heads, mask and groups. The
 folder DIR/reference-flaggems then holds, by case, the database, Triton's cache and tuned.json with all three attempts;
 it is what travels to another machine with the same GPU. The same command goes on with the rows that are missing.
@@ -125,14 +127,15 @@ def in_process(row: Row, platform: str, folder: Path) -> dict[str, str]:
 
 
 def tune_here(row: Row, platform: str) -> dict[str, Any]:
-    """Prepare the reference on tensors of the row, as the gate does, and say what it came to. One process at a time."""
+    """Prepare the reference on tensors of the row, as the gate does, and say what it came to. One process a GPU."""
     import flag_gems  # noqa: F401  # before the lock: its folder is in the environment
 
     from pytest_klineage.references import reference
     from pytest_klineage.worker.reference_kernel import prepared_on_gpu
 
     case = row.case(platform, "flaggems")
-    with (Path(os.environ["FLAGGEMS_CACHE_DIR"]).parents[1] / ".one-at-a-time").open("w") as lock:
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    with (Path(os.environ["FLAGGEMS_CACHE_DIR"]).parents[1] / f".one-at-a-time-{device}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         prepared_on_gpu(case, platform)
     return reference("flaggems").describe(case)

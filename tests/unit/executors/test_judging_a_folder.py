@@ -293,15 +293,16 @@ def test_artifacts_that_were_built_ahead_are_used(folder: BatchFolder, ask: Ask,
     assert build.artifact
 
 
+@pytest.mark.parametrize("jobs", ["1", "2"])
 def test_requests_are_built_without_being_judged(
-    folder: BatchFolder, ask: Ask, start: Start, cache: Path, tmp_path: Path
+    folder: BatchFolder, ask: Ask, start: Start, cache: Path, tmp_path: Path, jobs: str
 ) -> None:
     """A right one with another in the reference's place, one that is no C++, and one for another platform."""
     rival, wrong = ask("// rival").source, ask("no code")
     right = ask("// mine", reference_source=rival)
     for request in (right, wrong, ask(platform="sm90")):
         folder.submit(request)
-    output = finished(start("--build-only", "--cache-dir", str(tmp_path / "other")))
+    output = finished(start("--build-only", "-n", jobs, "--cache-dir", str(tmp_path / "other")))
     assert output.count("accepted.built") == 2
     assert "build_error.compile" in output
     assert output.endswith(f"{folder.root}: 2 built, 1 not\n")
