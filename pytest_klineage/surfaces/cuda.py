@@ -110,7 +110,8 @@ def command_on(toolkit: Toolkit, headers: list[HeaderLibrary], shown: list[str])
     here += [f"-I{folder}" for item in headers for folder in item.folders]
     here += [f"-L{folder}" for folder in toolkit.library_dirs]
     if DRIVER in shown:
-        here.append("-L.")
+        # Ubuntu's linker leaves out a library that no symbol was found in, and the stub has none.
+        here += ["-L.", "-Xlinker=--no-as-needed"]
     else:
         # A name that no library has would otherwise be found when the kernel is loaded, which needs a device.
         here.append("-Xlinker=-z,defs")

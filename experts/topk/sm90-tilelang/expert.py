@@ -181,7 +181,8 @@ def topk(rows, columns, k, word=32):
     plan = Plan(columns, k, word)
     digits, bins = plan.digits, plan.first_bin(len(plan.digits))
 
-    def select(X, values, indices):
+    # No name of the C library: "select" is a system call, and the host code that TileLang exports would not compile.
+    def select_rows(X, values, indices):
         with T.Kernel(rows, threads=plan.threads) as row:
             counts = T.alloc_shared((bins,), "int32")
             totals = T.alloc_shared((len(digits) + 1, 32), "int32")
@@ -208,11 +209,11 @@ def topk(rows, columns, k, word=32):
             write(plan, tx, row, keys, totals, state, unread, values, indices)
 
     # Types in the signature of a body that does not name their sizes are not found by TileLang.
-    select.__annotations__ = {
+    select_rows.__annotations__ = {
         "X": T.Tensor((rows, columns), f"int{word}"), "values": T.Tensor((rows, k), f"int{word}"),
         "indices": T.Tensor((rows, k), "int64"),
     }  # fmt: skip
-    return T.prim_func(select)
+    return T.prim_func(select_rows)
 
 
 @functools.cache

@@ -123,7 +123,7 @@ class TimedStage:
             limit=limit,
             report=report,
             process_restart=restart_policy_for(
-                self.context.gate.host.device, limit_s, restart, limit.is_up
+                self.context.gate.host.device, limit_s, self.context.settings.precision, restart, limit.is_up
             ) if isinstance(policy, Paired) else None,
         )  # fmt: skip
 

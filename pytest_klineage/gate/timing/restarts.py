@@ -35,6 +35,9 @@ class RestartPlan(NamedTuple):
 GPU_SHORT, GPU_LONG = RestartPlan(starts=8, pairs=4, most=16), RestartPlan(starts=3, pairs=6, most=8)
 """For kernels below and above SHORT_MS: tenths of a microsecond matter to short ones. Three starts
 of six pairs: results/gate_quality/policy-replay-sm90.md."""
+COARSE = 0.02
+"""From this wanted precision on short kernels are timed as long ones: a tenth of a microsecond is 2 % of 5 us, and an
+interval that it makes wider than was asked for has more starts."""
 GPU_LEAST_TIME_S = 2.0
 """A shorter time limit on a GPU has no room for restarts."""
 
@@ -114,11 +117,12 @@ class CountedRestarts:
 
 
 def restart_policy_for(
-    device: str, time_limit_s: float, start: Callable[[], None], time_is_up: Callable[[], bool]
+    device: str, time_limit_s: float, precision: float, start: Callable[[], None], time_is_up: Callable[[], bool]
 ) -> RestartPolicy | None:  # fmt: skip
     """How both sides are restarted on "cpu" or "cuda"; None where the time limit has no room for it."""
     if device != "cpu":
-        return CountedRestarts(start) if time_limit_s >= GPU_LEAST_TIME_S else None
+        short = GPU_LONG if precision >= COARSE else GPU_SHORT
+        return CountedRestarts(start, short=short) if time_limit_s >= GPU_LEAST_TIME_S else None
     every_s = time_limit_s / RESTARTS
     return TimedRestarts(every_s, start, time_is_up) if every_s >= LEAST_BETWEEN_RESTARTS_S else None
 

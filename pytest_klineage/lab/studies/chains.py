@@ -12,7 +12,7 @@ import msgspec
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC
-from pytest_klineage.records import Answered, Begun, Event, Judged, Noted, Status, Verdict, from_json
+from pytest_klineage.records import Answered, Begun, Code, Event, Judged, Noted, Status, Verdict, from_json
 from pytest_klineage.results.packed import line_files, read_lines
 from pytest_klineage.results.runs import Record
 
@@ -127,13 +127,14 @@ def chains_below(folder: Path, keys: Keys | None = None) -> list[Chain]:
 def root_speeds(path: Path) -> dict[str, float]:
     """The speedup of each case's root over its reference, from a file of records; of several the last one.
 
-    Empty where there is no file. Raises BadRecord.
+    A root is ours, so too few pairs to exclude an answer from memory are enough: one call of a naive kernel may take
+    half a second. Empty where there is no file. Raises BadRecord.
     """
     verdicts = [record.verdict for record in read_lines(path, Record)]
     return {
         one.case.id: one.timing.speedup.estimate
         for one in verdicts
-        if one.label == ROOT and one.scored and one.timing is not None
+        if one.label == ROOT and (one.scored or one.code is Code.INCONCLUSIVE_FEW) and one.timing is not None
     }
 
 

@@ -290,7 +290,12 @@ class TestNvcc:
             build(source(entry="walk"), tmp_path)
         assert caught.value.code is Code.ENTRY_MISSING
 
-    def test_the_driver_may_be_linked_without_a_driver(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("first", ["", "-Xlinker=--as-needed"])
+    def test_the_driver_may_be_linked_without_a_driver(
+        self, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ubuntu's compilers put the second in front of what they are given."""
+        monkeypatch.setenv("NVCC_PREPEND_FLAGS", first)
         text = "#include <cuda.h>\n" + EMPTY.replace("return 0", "return cuInit(0)")
         built = build(source(text, flags=("-lcuda",)), tmp_path)
         assert b"libcuda.so.1" in built.artifact.read_bytes()

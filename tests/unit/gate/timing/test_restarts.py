@@ -55,7 +55,17 @@ def test_on_a_cpu_starts_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_short_time_limit_has_no_restarts() -> None:
-    assert restart_policy_for("cpu", 0.5, lambda: None, lambda: False) is None
-    assert restart_policy_for("cuda", 0.5, lambda: None, lambda: False) is None
-    assert isinstance(restart_policy_for("cpu", 10.0, lambda: None, lambda: False), TimedRestarts)
-    assert isinstance(restart_policy_for("cuda", 10.0, lambda: None, lambda: False), CountedRestarts)
+    assert restart_policy_for("cpu", 0.5, 0.01, lambda: None, lambda: False) is None
+    assert restart_policy_for("cuda", 0.5, 0.01, lambda: None, lambda: False) is None
+    assert isinstance(restart_policy_for("cpu", 10.0, 0.01, lambda: None, lambda: False), TimedRestarts)
+    assert isinstance(restart_policy_for("cuda", 10.0, 0.01, lambda: None, lambda: False), CountedRestarts)
+
+
+@pytest.mark.parametrize(("precision", "plan"), [(0.019, restarts.GPU_SHORT), (0.02, restarts.GPU_LONG)])
+def test_a_coarse_interval_needs_fewer_starts(precision: float, plan: restarts.RestartPlan) -> None:
+    chosen = restart_policy_for("cuda", 10.0, precision, lambda: None, lambda: False)
+    assert chosen is not None
+    enough = pairs(plan.starts * plan.pairs, 0.02, [plan.pairs * index for index in range(plan.starts)])
+    assert chosen.enough(enough)
+    enough.starts.pop()
+    assert not chosen.enough(enough)

@@ -12,7 +12,7 @@ from made_up import again, answered, begun, chain, judged, malformed, verdict
 
 from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.lab.studies.chains import ROOT, Chain, Keys, ShotFailure, chain_of, chains_below, root_speeds
-from pytest_klineage.records import Code, Event, Status, to_json
+from pytest_klineage.records import Code, Event, Reason, Status, to_json
 from pytest_klineage.results.runs import Record
 
 SETTINGS = {"arm": "cards", "target": "fp8_gemm", "repeat": "2", "case": "fp8_gemm-8x8x8-bf16", "design": "d"}
@@ -90,6 +90,7 @@ def test_the_roots_last_speed_counts(tmp_path: Path) -> None:
     path = tmp_path / "verdicts.jsonl"
     assert root_speeds(path) == {}
     made = [verdict(0.1, label=ROOT), verdict(9.0, label="cards 1"), verdict(0.2, label=ROOT)]
+    made[2] = msgspec.structs.replace(made[2], reasons=(Reason(code=Code.INCONCLUSIVE_FEW, message="few"),))
     wrong = verdict(Code.MISMATCH, label=ROOT)
     path.write_bytes(b"".join(to_json(Record(nodeid="x", verdict=one)) + b"\n" for one in [*made, wrong]))
     assert root_speeds(path) == {made[0].case.id: 0.2}
