@@ -17,6 +17,10 @@ LIBRARY_NAMES = re.compile(
     re.I,
 )
 """Shared libraries that do a kernel's work for it."""
+DEVICE_LIBRARY_NAMES = re.compile(
+    r"/lib[^/]*(torch(?!audio|vision|codec)|cublas|cudnn|cutlass|flashinfer)[^/]*\.so", re.I
+)
+"""Those that do so on a GPU. Packages of Python import libraries for CPUs too, which no kernel on a GPU comes from."""
 UNNAMED = re.compile(r"(\[.*\])?")
 """Where a mapping of no file lies in the last column of /proc/PID/maps: nothing, or a name such as [stack]."""
 
@@ -65,7 +69,9 @@ def foreign_code(now: Collection[MappedRange], before: Collection[MappedRange], 
     if job.surface != "cpp":
         # A just-in-time compiler's own stubs lie in the private directory, and are no library's work.
         workdir = os.devnull if job.allow_processes else job.workdir
-        return ForeignCode(tuple(sorted(loaded_since(vendors(now, workdir), vendors(before, os.devnull)))))
+        names = LIBRARY_NAMES if job.platform == "cpu" or job.surface == "cuda" else DEVICE_LIBRARY_NAMES
+        ours, theirs = vendors(before, os.devnull, names), vendors(now, workdir, names)
+        return ForeignCode(tuple(sorted(loaded_since(theirs, ours))))
     new = [one for one in now if one.executable and not one.lies_in(before)]
     unnamed = sum(one.end - one.start for one in new if UNNAMED.fullmatch(one.path))
     libraries = {Path(one.path).name for one in new if not UNNAMED.fullmatch(one.path) and not is_own(one.path, job)}
@@ -80,8 +86,8 @@ def is_own(path: str, job: Job) -> bool:
     return path == os.path.realpath(job.artifact) or (not private and RUNTIME.fullmatch(Path(path).name) is not None)
 
 
-def vendors(mappings: Iterable[MappedRange], workdir: str) -> list[MappedRange]:
-    """Those of the shared libraries of LIBRARY_NAMES.
+def vendors(mappings: Iterable[MappedRange], workdir: str, names: re.Pattern[str]) -> list[MappedRange]:
+    """Those of the shared libraries of these names.
 
     Code from a worker's own directory or from a memory file counts under whatever name it goes: only its kernel can
     have put it there.
@@ -89,7 +95,7 @@ def vendors(mappings: Iterable[MappedRange], workdir: str) -> list[MappedRange]:
     private = (f"{workdir}/", "/memfd:")
     return [
         one for one in mappings
-        if LIBRARY_NAMES.search(one.path) or (one.executable and one.path.startswith(private))
+        if names.search(one.path) or (one.executable and one.path.startswith(private))
     ]  # fmt: skip
 
 

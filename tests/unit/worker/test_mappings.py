@@ -89,6 +89,22 @@ def test_a_worker_with_the_framework_is_held_to_names_alone() -> None:
     assert foreign_code([code("/tmp/private/x.so")], [], stubs).libraries == ()
 
 
+@pytest.mark.parametrize(
+    ("library", "counts"),
+    [
+        ("libscipy_openblas-5f890258.so", False), ("libtorchaudio.abi3.so", False), ("libtorch_cuda_linalg.so", True),
+        ("libcublasLt.so.13", True), ("libcudnn_ops.so.9", True),
+    ],
+)  # fmt: skip
+def test_on_a_gpu_a_package_may_load_what_is_for_cpus(library: str, counts: bool) -> None:
+    """Liger-Kernel imports transformers, which imports SciPy and more; a native kernel imports nothing."""
+    now = [*BEFORE, code(f"/usr/lib/{library}")]
+    job = Job(surface="triton", platform="sm90", workdir="/tmp/private", allow_processes=True)
+    assert foreign_code(now, BEFORE, job).libraries == ((library,) if counts else ())
+    native = Job(surface="cuda", platform="sm90", workdir="/tmp/private")
+    assert foreign_code(now, BEFORE, native).libraries == (library,)
+
+
 def unconfined(job: Job) -> Job:
     """The same job without a sandbox."""
     return Job(surface=job.surface, artifact=job.artifact, workdir=job.workdir, own_files_only=True, sandbox=False)

@@ -1,0 +1,124 @@
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "klineage.h"
+
+namespace {
+
+constexpr int kC = 64, kF = 128, kTileM = 64, kTileF = 64, kThreads = 256;
+
+struct Strides {
+    int n, c, h, w;
+};
+struct Problem {
+    const __half *x, *w;
+    __half *y;
+    int height, width, plane, pixels;  // pixels of all images
+    Strides xs, ws, ys;
+    bool channels_last;
+};
+
+// Where the pixels of the tile lie: the input element of their upper left tap, and the output element of filter 0.
+struct PixelTable {
+    int input[kTileM], output[kTileM], p[kTileM], q[kTileM];
+
+    __device__ void fill(const Problem &g, int first) {
+        for (int m = threadIdx.x; m < kTileM; m += blockDim.x) {
+            const int pixel = first + m, n = pixel / g.plane, rest = pixel % g.plane;
+            p[m] = rest / g.width, q[m] = rest % g.width;
+            input[m] = n * g.xs.n + (p[m] - 1) * g.xs.h + (q[m] - 1) * g.xs.w;
+            output[m] = pixel < g.pixels ? n * g.ys.n + p[m] * g.ys.h + q[m] * g.ys.w : -1;
+        }
+    }
+    __device__ bool inside(const Problem &g, int m, int r, int s) const {
+        const int h = p[m] + r - 1, w = q[m] + s - 1;
+        return output[m] >= 0 && h >= 0 && h < g.height && w >= 0 && w < g.width;
+    }
+};
+
+__global__ void __launch_bounds__(kThreads) conv_kernel(const Problem g) {
+    __shared__ PixelTable pixel;
+    __shared__ __half a[kTileM][kC + 2], b[kTileF][kC + 2];
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16, first_f = blockIdx.y * kTileF;
+    pixel.fill(g, blockIdx.x * kTileM);
+    __syncthreads();
+    float sum[4][4] = {};
+    for (int tap = 0; tap < 9; ++tap) {
+        const int r = tap / 3, s = tap % 3;
+        for (int e = threadIdx.x; e < kTileM * kC; e += kThreads) {
+            const int m = g.channels_last ? e / kC : e % kTileM, c = g.channels_last ? e % kC : e / kTileM;
+            a[m][c] = pixel.inside(g, m, r, s) ? g.x[pixel.input[m] + r * g.xs.h + s * g.xs.w + c * g.xs.c] : __half(0.0f);
+        }
+        for (int e = threadIdx.x; e < kTileF * kC; e += kThreads)
+            b[e / kC][e % kC] = g.w[(first_f + e / kC) * g.ws.n + e % kC * g.ws.c + r * g.ws.h + s * g.ws.w];
+        __syncthreads();
+#pragma unroll 4
+        for (int c = 0; c < kC; ++c) {
+            float left[4], right[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                left[i] = __half2float(a[i * 16 + row][c]);
+                right[i] = __half2float(b[i * 16 + column][c]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum[i][j] += left[i] * right[j];
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            if (pixel.output[i * 16 + row] >= 0)
+                g.y[pixel.output[i * 16 + row] + (first_f + j * 16 + column) * g.ys.c] = __float2half_rn(sum[i][j]);
+}
+
+Strides strides_of(const klineage_tensor &t) {
+    return {static_cast<int>(t.stride[0]), static_cast<int>(t.stride[1]), static_cast<int>(t.stride[2]), static_cast<int>(t.stride[3])};
+}
+
+// In either layout; the stride of a dimension of one element does not matter.
+bool has_strides(const klineage_tensor &t, bool channels_last) {
+    int64_t expected = 1;
+    const int nchw[4] = {3, 2, 1, 0}, nhwc[4] = {1, 3, 2, 0};
+    for (int i = 0; i < 4; ++i) {
+        const int dim = channels_last ? nhwc[i] : nchw[i];
+        if (t.shape[dim] != 1 && t.stride[dim] != expected) return false;
+        expected *= t.shape[dim];
+    }
+    return true;
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    KLINEAGE_REQUIRE(call, call->abi_version == KLINEAGE_ABI_VERSION, "conv2d: unknown ABI version");
+    KLINEAGE_REQUIRE(call, call->num_inputs == 2 && call->num_outputs == 1, "conv2d: needs x, w -> y");
+    const klineage_tensor &x = call->inputs[0], &w = call->inputs[1], &y = call->outputs[0];
+    KLINEAGE_REQUIRE(call, x.num_dims == 4 && w.num_dims == 4 && y.num_dims == 4, "conv2d: tensors are 4-D");
+    KLINEAGE_REQUIRE(call, x.dtype == KLINEAGE_FLOAT16 && w.dtype == KLINEAGE_FLOAT16 && y.dtype == KLINEAGE_FLOAT16,
+                     "conv2d: fp16 only");
+    KLINEAGE_REQUIRE(call, klineage_scalar_value(call, "stride", 1) == 1 && klineage_scalar_value(call, "pad", 1) == 1,
+                     "conv2d: stride 1 and padding 1 only");
+    KLINEAGE_REQUIRE(call, x.shape[1] == kC && w.shape[1] == kC && w.shape[0] == kF && w.shape[2] == 3 && w.shape[3] == 3,
+                     "conv2d: 64 input channels, 128 filters of 3x3 only");
+    const int64_t n = x.shape[0], h = x.shape[2], width = x.shape[3], pixels = n * h * width;
+    KLINEAGE_REQUIRE(call, pixels >= 1 && pixels * kF < (1ll << 31), "conv2d: size out of range");
+    KLINEAGE_REQUIRE(call, y.shape[0] == n && y.shape[1] == kF && y.shape[2] == h && y.shape[3] == width,
+                     "conv2d: output shape differs from the input's");
+    const bool nhwc = has_strides(x, true) && has_strides(w, true) && has_strides(y, true);
+    KLINEAGE_REQUIRE(call, nhwc || (has_strides(x, false) && has_strides(w, false) && has_strides(y, false)),
+                     "conv2d: x, w and y must all be contiguous or all channels_last");
+    KLINEAGE_REQUIRE(call, (reinterpret_cast<uintptr_t>(x.data) | reinterpret_cast<uintptr_t>(w.data) |
+                            reinterpret_cast<uintptr_t>(y.data)) % 16 == 0, "conv2d: pointers must be 16-byte aligned");
+
+    const Problem g{static_cast<const __half *>(x.data), static_cast<const __half *>(w.data), static_cast<__half *>(y.data),
+                    static_cast<int>(h), static_cast<int>(width), static_cast<int>(h * width), static_cast<int>(pixels),
+                    strides_of(x), strides_of(w), strides_of(y), nhwc};
+    conv_kernel<<<dim3((g.pixels + kTileM - 1) / kTileM, kF / kTileF), kThreads, 0, static_cast<cudaStream_t>(call->stream)>>>(g);
+    const cudaError_t status = cudaGetLastError();
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}

@@ -1,0 +1,81 @@
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "klineage.h"
+
+namespace {
+
+constexpr int kChunk = 64;
+constexpr int kWarp = 32;
+constexpr int kHeads = 8;                     // adjacent heads of a warp
+constexpr int kSegments = kWarp / kHeads;     // lanes that share one head's chunk
+constexpr int kPer = kChunk / kSegments;      // consecutive tokens of a lane
+static_assert(kHeads * kSegments == kWarp && kPer * kSegments == kChunk, "a warp covers kHeads chunks exactly");
+
+// A tensor [T,HV] with the strides of the call, in elements.
+template <class Element>
+struct View {
+    Element *data;
+    int64_t token, head;
+    __host__ explicit View(const klineage_tensor &t) : data(static_cast<Element *>(t.data)), token(t.stride[0]), head(t.stride[1]) {}
+    __device__ Element &at(int t, int h) const { return data[t * token + h * head]; }
+};
+
+// One warp for kHeads heads of one chunk. Lane = segment * kHeads + head, so segments are in lane order.
+__global__ void __launch_bounds__(kWarp) cumsum(View<const float> g, View<float> gc, int tokens, int heads) {
+    const int lane = threadIdx.x;
+    const int h = blockIdx.y * kHeads + lane % kHeads;
+    const int t0 = blockIdx.x * kChunk, end = min(t0 + kChunk, tokens);
+    const int first = t0 + lane / kHeads * kPer;
+    const bool present = h < heads;  // no early return: all lanes take part in the shuffles
+
+    // The lane's tokens, loaded independently of each other.
+    float c[kPer];
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) c[i] = present && first + i < end ? g.at(first + i, h) : 0.f;
+    float running = 0.f;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) running += c[i];
+
+    // Inclusive scan of the segment sums over the lanes of the same head.
+#pragma unroll
+    for (int step = kHeads; step < kWarp; step *= 2) {
+        const float other = __shfl_up_sync(0xffffffffu, running, step);
+        if (lane >= step) running += other;
+    }
+    // The exclusive prefix comes from the segment before, not from a subtraction.
+    const float before = __shfl_up_sync(0xffffffffu, running, kHeads);
+    float sum = lane >= kHeads ? before : 0.f;
+
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+        sum += c[i];
+        if (present && first + i < end) gc.at(first + i, h) = sum;
+    }
+}
+
+// Why this call is refused, or nullptr.
+const char *refusal(const klineage_call *call) {
+    if (call->num_inputs != 1 || call->num_outputs != 1) return "gdn_cumsum reads g and writes gc";
+    if (klineage_scalar_value(call, "chunk", kChunk) != kChunk) return "gdn_cumsum: chunks must have 64 tokens";
+    const klineage_tensor &g = call->inputs[0], &gc = call->outputs[0];
+    for (const klineage_tensor *t : {&g, &gc})
+        if (t->dtype != KLINEAGE_FLOAT32 || t->num_dims != 2 || t->shape[0] != g.shape[0] || t->shape[1] != g.shape[1]) return "gdn_cumsum: g and gc must be fp32 [T,HV]";
+    if (g.shape[0] < 1 || g.shape[0] > INT32_MAX / 2 || g.shape[1] < 1 || g.shape[1] > 4096) return "gdn_cumsum: 1 to 2^30 tokens and 1 to 4096 heads";
+    return nullptr;
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    const char *why = refusal(call);
+    KLINEAGE_REQUIRE(call, why == nullptr, why);
+    const klineage_tensor &g = call->inputs[0], &gc = call->outputs[0];
+    const int tokens = int(g.shape[0]), heads = int(g.shape[1]);
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    const dim3 grid((tokens + kChunk - 1) / kChunk, (heads + kHeads - 1) / kHeads);
+    cumsum<<<grid, kWarp, 0, stream>>>(View<const float>(g), View<float>(gc), tokens, heads);
+    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "gdn_cumsum: the launch failed");
+    return 0;
+}
