@@ -121,10 +121,11 @@ def open_targets(
 
 def admit_card(
     folder: Path, targets: Iterable[AdmissionTarget], lineages: list[StoredLineage], models: Models, compare: Compare,
-    machine: str, report: Report, *, repairs: int = REPAIRS,
+    machine: str, report: Report, *, repairs: int = REPAIRS, quickly: Compare | None = None,
 ) -> list[str]:  # fmt: skip
     """Try a card on open targets, as often as each rule says; all trials go forward together. Returns how each ended.
 
+    quickly: judges a state that only has to be right there; `compare` when it is None.
     Every trial is stored beside the card and written into its log. Raises Waiting once every trial has got as far as
     it gets, and KlineageError for what else ends a trial without an outcome: resume the trajectory then.
     """
@@ -134,7 +135,7 @@ def admit_card(
         if not left[target.rule]:
             continue
         try:
-            done = _attempt(folder, target, lineages, models, compare, machine, report, repairs)
+            done = _attempt(folder, target, lineages, models, compare, machine, report, repairs, quickly or compare)
         except Waiting as waiting:
             waits.append(waiting)
         else:
@@ -160,17 +161,18 @@ def instruction_sets() -> tuple[str, ...]:
 
 def _attempt(
     folder: Path, target: AdmissionTarget, lineages: list[StoredLineage], models: Models, compare: Compare,
-    machine: str, report: Report, repairs: int,
+    machine: str, report: Report, repairs: int, quickly: Compare,
 ) -> str | None:  # fmt: skip
     """One trial: held, stored, and written into the card's log. Returns how it ended, None for a target of no use.
 
-    The verdict on the state and the first prompt are asked for in one turn.
+    The verdict on the state and the first prompt are asked for in one turn; so is the verdict on the model's kernel,
+    where what is expected of it is known.
     """
     card = untried(read_card(folder))
     verdict: Verdict | None = None
     waits: WaitsForVerdict | None = None
     try:
-        verdict = basis(target, compare)
+        verdict = basis(target, compare if target.after is not None else quickly)
     except WaitsForVerdict as waiting:
         waits = waiting
     if verdict is not None:
@@ -183,9 +185,11 @@ def _attempt(
     verdicts = VerdictFile(models.path(name).with_suffix(".verdicts.jsonl"))
 
     def judged(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
-        if waits is not None:
+        if waits is not None and target.expected is None:
             raise waits
         found = compare(case, source, against)
+        if waits is not None:
+            raise waits
         verdicts.append(found)
         return found
 

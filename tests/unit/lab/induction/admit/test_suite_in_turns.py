@@ -58,6 +58,9 @@ def test_all_trials_go_forward_together_and_are_replayed(
     for prompt in prompts:
         wrong = prompt.parent.name.startswith("gemm-48x96x64")
         prompt.with_name("0001-reply.md").write_text(block(BAD if wrong else FAST))
+    done = admission(root, tmp_path, "test_admit", *turn)
+    assert done.returncode == WAITING_EXIT, done.stdout[-4000:]
+    assert len(list((tmp_path / "judge" / "request").iterdir())) == 2 * len(prompts)
     for _ in range(TURNS):
         subprocess.run(
             [sys.executable, "-m", "pytest_klineage", "judge", str(tmp_path / "judge"), "--platform=cpu"],
