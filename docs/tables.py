@@ -182,13 +182,13 @@ def trials() -> str:
     """How many cards each rule lets in, by platform, and every trial behind that."""
     made = [(read_card(folder), trial_records(folder)) for folder in card_folders(ROOT / "skills")]
     counts = [
-        counts_by_rule(platform, [records for card, records in made if card.origins[0].platform == platform])
+        counts_by_rule(platform, [(card, records) for card, records in made if card.origins[0].platform == platform])
         for platform in sorted({card.origins[0].platform for card, _ in made})
     ]
     rows = [trial_row(card, record) for card, records in made for record in records]
     headers = ("card", "target", "which is", "rule", "expected", "asked", "reached", "outcome")
     return (
-        f"{tabulate(counts, ('platform', 'cards', *RULES.values()), tablefmt='pipe')}\n\n"
+        f"{tabulate(counts, ('platform', 'cards', 'several operators', *RULES.values()), tablefmt='pipe')}\n\n"
         f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
     )
 
@@ -206,13 +206,21 @@ def trial_records(folder: Path) -> list[TrialRecord]:
     return [read_json(trial / TRIAL_FILE, TrialRecord) for trial in trial_folders(folder)]
 
 
-def counts_by_rule(platform: str, of_cards: list[list[TrialRecord]]) -> list[str]:
-    """Cards of a platform, and by rule how many of those that were tried succeeded."""
+def counts_by_rule(platform: str, made: list[tuple[SkillCard, list[TrialRecord]]]) -> list[str]:
+    """Cards of a platform, those that rest on several operators, and by rule how many that were tried succeeded."""
+    of_cards = [records for _, records in made]
+    several = sum(len(operators_behind(card, records)) > 1 for card, records in made)
     by_rule = [[[one.trial for one in records if one.trial.rule is rule] for records in of_cards] for rule in RULES]
     won = [sum(any(map(succeeded, own)) for own in each) for each in by_rule]
     tried = [sum(map(bool, each)) for each in by_rule]
     shares = [f"{count} of {total}" if total else "-" for count, total in zip(won, tried, strict=True)]
-    return [platform, str(len(of_cards)), *shares]
+    return [platform, str(len(of_cards)), str(several), *shares]
+
+
+def operators_behind(card: SkillCard, records: list[TrialRecord]) -> set[str]:
+    """Operators whose steps a card was lifted from, and those on whose kernels it succeeded."""
+    won = {record.case.operator for record in records if succeeded(record.trial)}
+    return won | {origin.operator for origin in card.origins}
 
 
 def succeeded(trial: Trial) -> bool:
