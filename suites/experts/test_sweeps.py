@@ -2,6 +2,9 @@
 
 pytest suites/experts --platform sm90                             # all sweeps; -k topk for one
 pytest suites/experts --platform sm90 --klineage-stage compile    # builds the experts, without a device
+
+On a GPU that is lent by the minute, in as many calls as it takes: with --klineage-executor batch:DIR the first call and
+the last one, and pytest-klineage judge DIR --for 8m in between.
 """
 
 from __future__ import annotations
