@@ -30,7 +30,8 @@ GRACE_S = 3.0
 """Time kept for ending processes; a judgement that is still under way then is given up and left open."""
 Tell = Callable[[str], None]
 Wanted = tuple[JudgeRequest, KernelSource]
-_BUILDER: Gate | None = None
+_BUILDERS: list[Gate] = []
+"""Of a process that builds: its gate."""
 
 
 class TimeUp(BaseException):
@@ -122,16 +123,15 @@ def _built(wanted: list[Wanted], platform: str, settings: GateSettings, jobs: in
 
 def _begin_building(platform: str, settings: GateSettings) -> None:
     """What a building process begins with: its own gate. An interruption is the parent's to answer."""
-    global _BUILDER  # one of each process, which its pool starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _BUILDER = Gate(platform, settings)
-    atexit.register(_BUILDER.close)
+    gate = Gate(platform, settings)
+    atexit.register(gate.close)
+    _BUILDERS.append(gate)
 
 
 def _build_one(wanted: Wanted) -> Verdict:
-    assert _BUILDER is not None
     request, source = wanted
-    return _BUILDER.judge(request.case, source, platforms=request.platforms)
+    return _BUILDERS[-1].judge(request.case, source, platforms=request.platforms)
 
 
 def after_others(left: deque[JudgeRequest], taken: JudgeRequest) -> deque[JudgeRequest]:
