@@ -156,13 +156,14 @@ def _build_here(folder: BatchFolder, arguments: argparse.Namespace) -> int:
     """Build ahead, by default for every platform that is asked for. A kernel that does not build fails nothing: its
     verdict will say so."""
     from pytest_klineage.executors.judging import build_folder
+    from pytest_klineage.gate.host.cpu import usable_cores
     from pytest_klineage.records import platform_name
 
     asked = [name for name, _ in folder.counts().platforms]
     platforms = asked if arguments.platform == "auto" else [platform_name(arguments.platform)]
     _catch_signals()
     try:
-        jobs = arguments.judges or os.cpu_count() or 1
+        jobs = arguments.judges or usable_cores()
         ended = [build_folder(folder, name, cache_dir=arguments.cache_dir, jobs=jobs, tell=say) for name in platforms]
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -80,8 +80,7 @@ def test_card_still_works(
 def test_admit(
     folder: Path, lineages: list[StoredLineage], shapes: Shapes, klineage_models: Models, carefully: Compare,
     quickly: Compare, trial_gate: Gate | ExecutorGate, machine: str, needs: Callable[[str], None],
-    say: Callable[[str], None],
-    pytestconfig: pytest.Config,
+    say: Callable[[str], None], pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
     needs("model")
