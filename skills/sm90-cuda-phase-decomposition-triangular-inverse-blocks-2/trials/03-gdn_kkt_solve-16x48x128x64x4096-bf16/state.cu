@@ -1,0 +1,156 @@
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "klineage.h"
+
+namespace {
+
+constexpr int kDim = 128, kChunk = 64;
+constexpr int kTile = 64 * 128;  // bytes of a swizzled 64x64 tile
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kPitch = kChunk + 1;  // floats between rows of A
+
+struct Gates {
+    const float *gc, *beta;
+    int64_t gc_token, gc_head, beta_token, beta_head;
+    __device__ float sum(int t, int h) const { return gc[t * gc_token + h * gc_head]; }
+    __device__ float rate(int t, int h) const { return beta[t * beta_token + h * beta_head]; }
+};
+
+// A bf16 tensor [T,H,...] with contiguous rows and the strides of the call, in elements.
+struct Rows {
+    __nv_bfloat16 *data;
+    int64_t token, head;
+    __host__ explicit Rows(const klineage_tensor &t) : data(static_cast<__nv_bfloat16 *>(t.data)), token(t.stride[0]), head(t.stride[1]) {}
+    __device__ __nv_bfloat16 *at(int t, int h) const { return data + t * token + h * this->head; }
+};
+
+__device__ __forceinline__ uint32_t smem_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+// Copies 16 bytes asynchronously, or writes zeros when the source row does not exist.
+__device__ __forceinline__ void cp_async_16(uint32_t dst, const void *src, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(there ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ void mma_bf16(float *d, const uint32_t *a, uint32_t b0, uint32_t b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Address of 16-byte chunk `chunk` of row `row` in swizzled tiles of 64 columns.
+__device__ __forceinline__ uint32_t swizzled(uint32_t tile, int row, int chunk) { return tile + chunk / 8 * kTile + row * 128 + (chunk % 8 ^ row % 8) * 16; }
+
+// Copies the keys of 64 tokens into swizzled tiles; tokens past the end become zeros.
+__device__ __forceinline__ void load_keys(uint32_t tile, const Rows &k, int head, int t0, int tokens) {
+    for (int i = threadIdx.x; i < kChunk * kDim / 8; i += 128) {
+        const int row = i / (kDim / 8), chunk = i % (kDim / 8), t = t0 + row;
+        cp_async_16(swizzled(tile, row, chunk), k.at(min(t, tokens - 1), head) + chunk * 8, t < tokens);
+    }
+}
+
+// x[16 rows of this warp x 64] += A[16x16] B[64x16]^T with B's columns 16 step to 16 step + 15 of swizzled tiles.
+__device__ __forceinline__ void multiply(float (&x)[32], const uint32_t *a, uint32_t tile, int step) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+        uint32_t b[4];
+        ldmatrix_x4(b, swizzled(tile, 16 * n + lane % 8 + lane / 16 * 8, 2 * step + lane / 8 % 2));
+        mma_bf16(x + 8 * n, a, b[0], b[1]);
+        mma_bf16(x + 8 * n + 4, a, b[2], b[3]);
+    }
+}
+
+// Summed gates of one head's chunk in units of log 2, and its betas; one warp. Tokens past the end have the last sum and no beta.
+__device__ __forceinline__ void load_gates(const Gates &gates, int head, int t0, int tokens, float *gamma, float *beta) {
+#pragma unroll
+    for (int i = threadIdx.x % 32; i < kChunk; i += 32) {
+        const int t = t0 + i;
+        gamma[i] = gates.sum(min(t, tokens - 1), head) * kLog2e;
+        beta[i] = t < tokens ? gates.rate(t, head) : 0.f;
+    }
+}
+
+__global__ void __launch_bounds__(128) kkt_solve(Rows k, Rows out, Gates gates, int tokens, int group) {
+    __shared__ __align__(1024) uint8_t tiles[2 * kTile];
+    __shared__ float lower[kChunk * kPitch], gamma[kChunk], beta[kChunk];
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, head = blockIdx.x, t0 = blockIdx.y * kChunk;
+    const uint32_t tile_k = smem_address(tiles);
+    load_keys(tile_k, k, head / group, t0, tokens);
+    if (warp == 0) load_gates(gates, head, t0, tokens, gamma, beta);
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    float kk[32] = {};
+#pragma unroll
+    for (int i = 0; i < kDim / 16; ++i) {
+        uint32_t a[4];
+        ldmatrix_x4(a, swizzled(tile_k, 16 * warp + lane % 16, 2 * i + lane / 16));
+        multiply(kk, a, tile_k, i);
+    }
+    const int c = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = 16 * warp + lane / 4 + 8 * i;
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+            const int column = n / 2 * 8 + c + n % 2;
+            lower[row * kPitch + column] = column < row ? kk[n / 2 * 4 + 2 * i + n % 2] * exp2_fast(gamma[row] - gamma[column]) * beta[row] : 0.f;
+        }
+    }
+    __syncthreads();
+    if (tid >= kChunk) return;
+    float x[kChunk];  // column tid of (I + A)^-1, row by row
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) {
+        float sum = i == tid ? 1.f : 0.f;
+#pragma unroll
+        for (int m = 0; m < i; ++m) sum -= lower[i * kPitch + m] * x[m];
+        x[i] = sum;
+        if (t0 + i < tokens) out.at(t0 + i, head)[tid] = __float2bfloat16(sum);
+    }
+}
+
+// Why this call is refused, or nullptr.
+const char *refusal(const klineage_call *call) {
+    if (call->num_inputs != 3 || call->num_outputs != 1) return "gdn_kkt_solve reads k, gc and beta and writes inverse";
+    if (klineage_scalar_value(call, "chunk", kChunk) != kChunk) return "gdn_kkt_solve: chunks must have 64 tokens";
+    const klineage_tensor &k = call->inputs[0], &gc = call->inputs[1], &beta = call->inputs[2], &inverse = call->outputs[0];
+    if (k.dtype != KLINEAGE_BFLOAT16 || k.num_dims != 3 || k.shape[2] != kDim) return "gdn_kkt_solve: k must be bf16 [T,HQK,128]";
+    if (inverse.dtype != KLINEAGE_BFLOAT16 || inverse.num_dims != 3 || inverse.shape[2] != kChunk || inverse.shape[0] != k.shape[0])
+        return "gdn_kkt_solve: inverse must be bf16 [T,HV,64]";
+    for (const klineage_tensor *t : {&k, &inverse})
+        if (t->stride[2] != 1 || t->stride[0] <= 0 || t->stride[1] <= 0 || t->stride[0] % 8 || t->stride[1] % 8 || reinterpret_cast<uintptr_t>(t->data) % 16)
+            return "gdn_kkt_solve: rows must be contiguous and 16-byte aligned";
+    for (const klineage_tensor *t : {&gc, &beta})
+        if (t->dtype != KLINEAGE_FLOAT32 || t->num_dims != 2 || t->shape[0] != k.shape[0] || t->shape[1] != inverse.shape[1])
+            return "gdn_kkt_solve: gc and beta must be fp32 [T,HV]";
+    if (k.shape[1] < 1 || inverse.shape[1] < 1 || inverse.shape[1] % k.shape[1]) return "gdn_kkt_solve: HV must be a multiple of HQK";
+    if (k.shape[0] < 1 || k.shape[0] > 65535 * kChunk) return "gdn_kkt_solve: 1 to 4194240 tokens";
+    return nullptr;
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    const char *why = refusal(call);
+    KLINEAGE_REQUIRE(call, why == nullptr, why);
+    const klineage_tensor *in = call->inputs, &out = call->outputs[0];
+    const int tokens = int(in[0].shape[0]), key_heads = int(in[0].shape[1]), heads = int(out.shape[1]), group = heads / key_heads;
+    const int chunks = (tokens + kChunk - 1) / kChunk;
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    const Gates gates{static_cast<const float *>(in[1].data), static_cast<const float *>(in[2].data), in[1].stride[0], in[1].stride[1], in[2].stride[0], in[2].stride[1]};
+    kkt_solve<<<dim3(heads, chunks), 128, 0, stream>>>(Rows(in[0]), Rows(out), gates, tokens, group);
+    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "gdn_kkt_solve: the launch failed");
+    return 0;
+}

@@ -1,0 +1,85 @@
+#include <cuda_runtime.h>
+
+#include "klineage.h"
+
+namespace {
+
+constexpr int kThreads = 1024;
+
+// Order-reversing bijection from floats to unsigned integers: a larger float has a smaller code.
+__device__ __forceinline__ unsigned encode(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return bits ^ (~static_cast<unsigned>(static_cast<int>(bits) >> 31) & 0x7fffffffu);
+}
+__device__ __forceinline__ float decode(unsigned code) {
+    return __uint_as_float(code ^ (~static_cast<unsigned>(static_cast<int>(code) >> 31) & 0x7fffffffu));
+}
+
+__global__ void __launch_bounds__(kThreads, 1) topk_kernel(const float *x, float *values, long long *indices, int columns,
+                                                        int k, long long x_stride, long long values_stride,
+                                                        long long indices_stride) {
+    extern __shared__ unsigned row[];
+    __shared__ unsigned long long best[kThreads];
+    x += blockIdx.x * x_stride;
+    values += blockIdx.x * values_stride;
+    indices += blockIdx.x * indices_stride;
+    for (int column = threadIdx.x; column < columns; column += kThreads) row[column] = encode(x[column]);
+    __syncthreads();
+
+    unsigned long long previous = 0;  // one more than the (code, column) pair taken last
+    for (int pass = 0; pass < k; ++pass) {
+        unsigned long long mine = ~0ull;
+        for (int column = threadIdx.x; column < columns; column += kThreads) {
+            const unsigned long long key = static_cast<unsigned long long>(row[column]) << 32 | column;
+            if (key >= previous && key < mine) mine = key;
+        }
+        best[threadIdx.x] = mine;
+        __syncthreads();
+        for (int step = kThreads / 2; step > 0; step /= 2) {
+            if (threadIdx.x < step && best[threadIdx.x + step] < best[threadIdx.x])
+                best[threadIdx.x] = best[threadIdx.x + step];
+            __syncthreads();
+        }
+        const unsigned long long winner = best[0];
+        if (threadIdx.x == 0) {
+            const int column = static_cast<int>(winner & 0xffffffffu);
+            values[pass] = decode(row[column]);
+            indices[pass] = column;
+        }
+        previous = winner + 1;
+        __syncthreads();
+    }
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    KLINEAGE_REQUIRE(call, call->abi_version == KLINEAGE_ABI_VERSION, "top-k: unknown ABI version");
+    KLINEAGE_REQUIRE(call, call->num_inputs == 1 && call->num_outputs == 2, "top-k: needs x -> values, indices");
+    const klineage_tensor &x = call->inputs[0], &values = call->outputs[0], &indices = call->outputs[1];
+    KLINEAGE_REQUIRE(call, x.num_dims == 2 && values.num_dims == 2 && indices.num_dims == 2, "top-k: tensors are 2-D");
+    KLINEAGE_REQUIRE(call, x.dtype == KLINEAGE_FLOAT32 && values.dtype == KLINEAGE_FLOAT32 &&
+                     indices.dtype == KLINEAGE_INT64, "top-k: fp32 input and values, int64 indices");
+    const int64_t rows = x.shape[0], columns = x.shape[1], k = values.shape[1];
+    KLINEAGE_REQUIRE(call, values.shape[0] == rows && indices.shape[0] == rows && indices.shape[1] == k,
+                     "top-k: output shapes differ from the input's rows or from each other");
+    KLINEAGE_REQUIRE(call, rows >= 1 && rows <= 65535 && columns >= 1 && columns <= 16384,
+                     "top-k: supports 1 to 65535 rows of 1 to 16384 columns");
+    KLINEAGE_REQUIRE(call, k >= 1 && k <= 1024 && k <= columns, "top-k: supports k from 1 to min(1024, columns)");
+    KLINEAGE_REQUIRE(call, x.stride[1] == 1 && values.stride[1] == 1 && indices.stride[1] == 1,
+                     "top-k: the last dimension must be contiguous");
+
+    static thread_local int prepared = -1;
+    int device;
+    cudaGetDevice(&device);
+    if (device != prepared) {
+        cudaFuncSetAttribute(topk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 16384 * 4);
+        prepared = device;
+    }
+    topk_kernel<<<rows, kThreads, columns * 4, static_cast<cudaStream_t>(call->stream)>>>(
+        static_cast<const float *>(x.data), static_cast<float *>(values.data), static_cast<long long *>(indices.data),
+        columns, k, x.stride[0], values.stride[0], indices.stride[0]);
+    const cudaError_t status = cudaGetLastError();
+    KLINEAGE_REQUIRE(call, status == cudaSuccess, cudaGetErrorString(status));
+    return 0;
+}
