@@ -165,7 +165,8 @@ def held_out() -> str:
 
 def cards_on_sm90() -> str:
     """Whether cards helped on sm90: the chains of the frozen design."""
-    asked = tomllib.loads((ROOT / "suites" / "skill_effect" / "experiment.toml").read_text())
+    suite = ROOT / "suites" / "skill_effect"
+    asked, of_target = (tomllib.loads((suite / f"{name}.toml").read_text()) for name in ("experiment", "thresholds"))
     folder = RESULTS / "trajectories" / "skill_effect-sm90"
     frozen = asked["frozen"]["design"]
     chains = [chain for chain in chains_below(folder / "effect") if chain.design == frozen]
@@ -174,7 +175,10 @@ def cards_on_sm90() -> str:
         return (
             f"Not measured yet: {len(asked['targets'])} targets, {asked['repeats']} repeats, {arms} arms are defined.\n"
         )
-    study = Study(contrasts=tuple(map(tuple, asked["contrasts"])), success=asked["success"], seed=asked["seed"])
+    study = Study(
+        contrasts=tuple(map(tuple, asked["contrasts"])), success=asked["success"], seed=asked["seed"],
+        of_target=of_target,
+    )  # fmt: skip
     return report(study, chains, root_speeds(folder.with_name(f"{folder.name}.verdicts.jsonl")))
 
 

@@ -24,6 +24,8 @@ from pytest_klineage.surfaces import read_source
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FILE = HERE / "experiment.toml"
+THRESHOLDS = HERE / "thresholds.toml"
+"""What the pilot sets; not in prompts, and so not in the design's digest."""
 MARK = "# Frozen: written by --publish.\n"
 """What stands behind it follows from what stands before it, and from the repository."""
 NONE, CARDS, LABELS, PLACEBO = "none", "cards", "labels", "placebo"
@@ -56,10 +58,9 @@ class Pilot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How targets are chosen."""
 
     arm: str
-    first: int
-    most: int
-    least_rate: float
-    most_rate: float
+    replies: int
+    rank: int
+    """Of the reply, the fastest first, whose speed is the target's threshold."""
 
 
 class Broken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,7 +120,7 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     @property
     def study(self) -> Study:
         """What is compared."""
-        return Study(contrasts=self.contrasts, success=self.success, seed=self.seed)
+        return Study(contrasts=self.contrasts, success=self.success, of_target=thresholds(), seed=self.seed)
 
     def case(self, name: str, *, of_root: bool = False) -> KernelCase:
         """A target's case. The root may have any speed and instructions."""
@@ -138,9 +139,12 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return msgspec.structs.replace(source, label=NAIVE)
 
     def cards(self, name: str, arm: str) -> tuple[SkillCard, ...]:
-        """The cards whose text or name a prompt of this arm shows."""
+        """The cards whose text or name a prompt of this arm shows: the frozen ones, whatever the library has since."""
         if arm == NONE:
             return ()
+        if self.frozen is not None:
+            known = {card.name: card for card in library()}
+            return tuple(known[digest.partition("@")[0]] for digest in self.frozen.cards[name][arm])
         chosen = self._retrieved(name)
         return placebo_for(library(), self.platform, chosen) if arm == PLACEBO else chosen
 
@@ -192,6 +196,11 @@ def read_design(path: Path = FILE) -> Design:
         return msgspec.toml.decode(path.read_bytes(), type=Design)
     except msgspec.ValidationError as error:
         raise UsageError(f"{path.name}: {error}") from error
+
+
+def thresholds(path: Path = THRESHOLDS) -> dict[str, float]:
+    """By target, from which share of the reference's speed on a right kernel is a success; empty before the pilot."""
+    return msgspec.toml.decode(path.read_bytes(), type=dict[str, float]) if path.exists() else {}
 
 
 def digest_of(path: Path = FILE) -> str:

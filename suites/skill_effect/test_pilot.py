@@ -1,33 +1,32 @@
-"""The pilot: first shots without cards, to find targets that are neither out of reach nor too easy.
+"""The pilot: first shots without cards, to find thresholds that are neither out of reach nor too easy.
 
 pytest suites/skill_effect/test_pilot.py --platform sm90 --klineage-executor batch:JUDGE --klineage-llm exchange \\
     --klineage-exchange REPLIES --klineage-model exchange --klineage-prices suites/exchange-prices.toml \\
     --klineage-trajectories DIR
-pytest suites/skill_effect/test_pilot.py -k decision --klineage-trajectories DIR     # which targets to keep
+pytest suites/skill_effect/test_pilot.py -k decision --klineage-trajectories DIR [--publish]     # thresholds
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
-from design import Design, read_design
+from design import THRESHOLDS, Design, read_design
 from running import Runner, method_of, task_of
 
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.studies.chains import Chain, chains_below
-from pytest_klineage.lab.studies.pilot import Decision, decide
+from pytest_klineage.lab.studies.pilot import Decision, threshold
 
 DESIGN = read_design()
 
 
-@pytest.mark.parametrize("repeat", range(1, DESIGN.pilot.most + 1))
+@pytest.mark.parametrize("repeat", range(1, DESIGN.pilot.replies + 1))
 @pytest.mark.parametrize("target", DESIGN.targets)
 def test_pilot(target: str, repeat: int, design: Design, runner: Runner) -> None:
-    """One shot of the arm without cards. Later repeats wait until the first ones ask for them."""
+    """One shot of the arm without cards."""
     pilot = design.pilot
-    if repeat > pilot.first and decided(design, target, piloted(runner)) is not Decision.MORE:
-        pytest.skip(f"the first {pilot.first} decide, or are not judged yet")
     task = task_of(design, target)
     method = method_of(design, pilot.arm, task.case, (), design.shots)
     settings = {
@@ -40,25 +39,26 @@ def test_pilot(target: str, repeat: int, design: Design, runner: Runner) -> None
     assert not (found := disagreements(outcome.rejudged)), found
 
 
-def test_decision(design: Design, runner: Runner, write_line: Callable[[str], None]) -> None:
-    """Says of every target whether it is kept."""
+def test_decision(
+    design: Design, runner: Runner, write_line: Callable[[str], None], pytestconfig: pytest.Config
+) -> None:
+    """Says of every target from which speed on a shot is to be a success."""
     chains = piloted(runner)
     if not chains:
         pytest.skip("no chain of the pilot is judged yet")
+    made = {}
     for target in design.targets:
         shots = [chain.first for chain in chains if chain.target == target and chain.first is not None]
-        won = sum(shot.succeeds(design.success) for shot in shots)
-        write_line(f"{target}: {won} of {len(shots)}: {decided(design, target, chains).value}")
+        speeds = [shot.speedup for shot in shots]
+        found = threshold(speeds, replies=design.pilot.replies, rank=design.pilot.rank)
+        said = ", ".join("wrong" if speed is None else f"{speed:.3f}x" for speed in speeds)
+        write_line(f"{target}: {said or 'no reply'}: {found}")
+        if isinstance(found, float):
+            made[target] = found
+    if pytestconfig.getoption("--publish"):
+        THRESHOLDS.write_bytes(msgspec.toml.encode(made))
 
 
 def piloted(runner: Runner) -> list[Chain]:
     """The pilot's chains that have a verdict."""
     return [chain for chain in chains_below(runner.folder / "pilot") if chain.first is not None]
-
-
-def decided(design: Design, target: str, chains: list[Chain]) -> Decision:
-    """What the replies so far say of a target."""
-    pilot = design.pilot
-    shots = [chain.first for chain in chains if chain.target == target and chain.first is not None]
-    won = sum(shot.succeeds(design.success) for shot in shots)
-    return decide(won, len(shots), first=pilot.first, most=pilot.most, rates=(pilot.least_rate, pilot.most_rate))

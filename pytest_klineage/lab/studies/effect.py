@@ -31,7 +31,9 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     contrasts: tuple[tuple[str, str], ...]
     """Pairs of arms, the primary one first; all are in one correction by Holm."""
     success: float = SUCCESS
-    """Share of the reference's speed that a right kernel needs."""
+    """Share of the reference's speed that a right kernel needs, for targets without one of their own."""
+    of_target: dict[str, float] = {}
+    """Targets' own shares."""
     seed: int = 0
     """Of permutations and resampling."""
 
@@ -39,6 +41,10 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
     def arms(self) -> tuple[str, ...]:
         """Every arm, in the order in which the contrasts name them."""
         return tuple(dict.fromkeys(arm for contrast in self.contrasts for arm in contrast))
+
+    def least(self, chain: Chain) -> float:
+        """The share that a chain's kernels need."""
+        return self.of_target.get(chain.target, self.success)
 
 
 class Contrast(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +71,7 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
 def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
     """Every contrast that has pairs, in the study's order."""
     by_arm = trials_by_arm(chains)
-    paired = {against(*arms): first_shot_pairs(by_arm, *arms, study.success) for arms in study.contrasts}
+    paired = {against(*arms): first_shot_pairs(by_arm, *arms, study) for arms in study.contrasts}
     counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
     corrected = holm({name: found.p_greater for name, found in counts.items()})
     return [
@@ -102,18 +108,18 @@ def both(by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str) -> I
 
 
 def first_shot_pairs(
-    by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str, least: float = SUCCESS
+    by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str, study: Study
 ) -> list[Pair]:
     """Whether the first shots of both arms succeeded."""
     return [
-        Pair(first.target, float(succeeds_at_once(first, least)), float(succeeds_at_once(second, least)))
+        Pair(first.target, float(succeeds_at_once(first, study)), float(succeeds_at_once(second, study)))
         for first, second in both(by_arm, one, other)
     ]
 
 
-def succeeds_at_once(chain: Chain, least: float) -> bool:
+def succeeds_at_once(chain: Chain, study: Study) -> bool:
     """Whether a chain's first shot is a success."""
-    return chain.first is not None and chain.first.succeeds(least)
+    return chain.first is not None and chain.first.succeeds(study.least(chain))
 
 
 def speed_ratio(
@@ -130,9 +136,9 @@ def speed_ratio(
     return SpeedRatio(pairs=len(pairs), ratio=geomean_ratio(pairs, seed=seed), p=sign_flip(pairs, seed=seed))
 
 
-def at_once(chain: Chain, least: float = SUCCESS) -> float | None:
+def at_once(chain: Chain, study: Study) -> float | None:
     """The speedup of a first shot that is a success."""
-    return chain.first.speedup if chain.first is not None and chain.first.succeeds(least) else None
+    return chain.first.speedup if chain.first is not None and succeeds_at_once(chain, study) else None
 
 
 def or_root(chain: Chain, roots: Mapping[str, float]) -> float | None:
@@ -196,14 +202,14 @@ def _target_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[obje
     rows: list[tuple[object, ...]] = []
     for target in targets:
         mine = {arm: [one for one in by_arm.get(arm, {}).values() if one.target == target] for arm in study.arms}
-        shares = [f"{sum(succeeds_at_once(one, study.success) for one in own)} of {len(own)}" for own in mine.values()]
+        shares = [f"{sum(succeeds_at_once(one, study) for one in own)} of {len(own)}" for own in mine.values()]
         rows.append((target, *shares))
     return rows, ("target", *study.arms)
 
 
 def _speed_rows(study: Study, chains: Sequence[Chain], roots: Mapping[str, float]) -> list[tuple[object, ...]]:
     kinds: dict[str, Callable[[Chain], float | None]] = {
-        "first shots, both a success": lambda chain: at_once(chain, study.success),
+        "first shots, both a success": lambda chain: at_once(chain, study),
         "best of all shots, both right": Chain.best,
     }
     if roots:
@@ -224,8 +230,8 @@ def _cost_rows(study: Study, chains: Iterable[Chain]) -> tuple[list[tuple[object
     rows: list[tuple[object, ...]] = []
     for arm in study.arms:
         own = list(by_arm.get(arm, {}).values())
-        reached = [shot for chain in own if (shot := chain.first_success(study.success)) is not None]
-        became = Counter(chain.first.failure(study.success) for chain in own if chain.first is not None)
+        reached = [shot for chain in own if (shot := chain.first_success(study.least(chain))) is not None]
+        became = Counter(chain.first.failure(study.least(chain)) for chain in own if chain.first is not None)
         rows.append((
             arm, len(own), len(reached), _median([shot.tokens for shot in reached], ".0f"),
             _median([shot.usd for shot in reached], ".2f"), *(became[kind] for kind in ShotFailure),

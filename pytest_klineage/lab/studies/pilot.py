@@ -1,37 +1,31 @@
-"""The rule of a pilot: which targets leave room for an effect. No target is judged here."""
+"""The rule of a pilot: from which speed on a target's shots are successes. No target is judged here."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from enum import StrEnum
 
 
 class Decision(StrEnum):
-    """What becomes of a target."""
+    """What becomes of a target without a threshold."""
 
     WAIT = "wait"
-    """The first replies are not all there."""
-    KEEP = "keep"
-    MORE = "more replies"
-    """None or all of the first replies succeeded, which chance does to a good target as well."""
+    """The replies are not all there."""
     EASE = "ease"
-    """Hardly any reply succeeds: begin with a later state of its lineage."""
-    HARDEN = "harden"
-    """Hardly any reply fails: ask for more, or take another target."""
+    """Too few are right: begin with a later state of its lineage."""
 
 
-def decide(succeeded: int, replies: int, *, first: int, most: int, rates: tuple[float, float]) -> Decision:
-    """What the replies so far say of a target: kept from the first to the second of `rates`, both included.
+def threshold(speeds: Sequence[float | None], *, replies: int, rank: int) -> float | Decision:
+    """The speed of the `rank`-th fastest of a pilot's replies, as a share of the reference's, down to two digits.
 
-    After `first` replies a target that is not kept gets further ones, up to `most`; then it is eased or hardened.
-    Raises ValueError for more successes than replies, or no first reply.
+    `speeds` has None for a reply that is not right. With the second of four, 40 % of further shots of the same kind are
+    expected to reach it (rank over replies + 1), which leaves room above and below. Raises ValueError for a rank that
+    no reply can have, or for more speeds than replies.
     """
-    if not 0 <= succeeded <= replies or first < 1:
-        raise ValueError(f"{succeeded} of {replies} replies, of which {first} come first, cannot be")
-    if replies < first:
+    if not 1 <= rank <= replies or len(speeds) > replies:
+        raise ValueError(f"the {rank}. of {replies} replies, {len(speeds)} of them there, cannot be")
+    if len(speeds) < replies:
         return Decision.WAIT
-    rate = succeeded / replies
-    if rates[0] <= rate <= rates[1]:
-        return Decision.KEEP
-    if replies < most:
-        return Decision.MORE
-    return Decision.EASE if rate < rates[0] else Decision.HARDEN
+    right = sorted((speed for speed in speeds if speed is not None), reverse=True)
+    return Decision.EASE if len(right) < rank else math.floor(100 * right[rank - 1]) / 100

@@ -81,6 +81,7 @@ def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -
     ]
     monkeypatch.setattr(experiment, "library", lambda: tuple(changed))
     after = frozen_now(design)
+    assert after == frozen_now(msgspec.structs.replace(design, frozen=after))
     assert {arm for arm in design.arms if before.prompts[TOPK][arm] != after.prompts[TOPK][arm]} == {"cards"}
     assert before.cards[TOPK]["cards"] != after.cards[TOPK]["cards"]
 
@@ -196,7 +197,7 @@ def test_one_command_writes_all_prompts_of_the_pilot(pytestconfig: pytest.Config
     done = turn(pytestconfig.rootpath, tmp_path, "test_pilot.py")
     assert done.returncode == WAITING_EXIT, done.stdout[-3000:]
     prompts = sorted((tmp_path / "replies").rglob("*-prompt.md"))
-    assert len(prompts) == len(DESIGN.targets) * DESIGN.pilot.first == 16
+    assert len(prompts) == len(DESIGN.targets) * DESIGN.pilot.replies == 32
     digests = {re.search(r"^digest: (\w+)$", prompt.read_text(), re.M)[1] for prompt in prompts}  # type: ignore[index]
     assert digests == {arms["none"] for arms in frozen_now(DESIGN).prompts.values()}
     assert not (tmp_path / "judge" / "request").exists()

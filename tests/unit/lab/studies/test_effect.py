@@ -6,6 +6,7 @@ import math
 import random
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,7 +58,7 @@ def from_outcomes(drawn: list[tuple[str, int, int, bool]]) -> list[Chain]:
 def test_pairs_are_the_trials_that_both_arms_have(drawn: list[tuple[str, int, int, bool]]) -> None:
     chains = from_outcomes(drawn)
     own = {arm: {one.trial for one in chains if one.arm == arm} for arm in ARMS}
-    assert len(first_shot_pairs(trials_by_arm(chains), "cards", "none")) == len(own["cards"] & own["none"])
+    assert len(first_shot_pairs(trials_by_arm(chains), "cards", "none", STUDY)) == len(own["cards"] & own["none"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -111,6 +112,14 @@ def test_a_trial_that_an_arm_has_twice_is_refused() -> None:
         trials_by_arm([chain("cards", "a", 1, 0.7), chain("cards", "a", 1, 0.2)])
 
 
+def test_a_targets_own_threshold_decides() -> None:
+    chains = from_outcomes([("cards", "a", 1, True), ("none", "a", 1, False)])
+    strict = msgspec.structs.replace(STUDY, of_target={"ta": 1e6})
+    (found,), (none,) = compare(STUDY, chains), compare(strict, chains)
+    assert (found.counts.only_first, none.counts.only_first) == (1, 0)
+    assert strict.least(chains[0]) == 1e6
+
+
 def test_speeds_are_compared_where_both_have_one() -> None:
     chains = [
         chain("cards", "a", 1, 0.6, 2.0), chain("none", "a", 1, 1.0), chain("cards", "b", 1, None),
@@ -119,7 +128,7 @@ def test_speeds_are_compared_where_both_have_one() -> None:
     best = speed_ratio(chains, "cards", "none", Chain.best)
     assert best is not None
     assert (best.pairs, best.ratio.estimate) == (2, pytest.approx(math.sqrt(2.0 * 0.5)))
-    first = speed_ratio(chains, "cards", "none", at_once)
+    first = speed_ratio(chains, "cards", "none", lambda chain: at_once(chain, STUDY))
     assert first is not None
     assert (first.pairs, first.ratio.estimate) == (1, pytest.approx(0.6))
     rooted = speed_ratio(chains, "cards", "none", lambda one: or_root(one, {"b": 0.04, "c": 0.5}))

@@ -1,34 +1,34 @@
-"""Which targets a pilot keeps."""
+"""From which speed on a pilot's targets count shots as successes."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pytest_klineage.lab.studies.pilot import Decision, decide
-
-
-def of(succeeded: int, replies: int) -> Decision:
-    return decide(succeeded, replies, first=2, most=4, rates=(0.1, 0.7))
+from pytest_klineage.lab.studies.pilot import Decision, threshold
 
 
 @pytest.mark.parametrize(
-    ("succeeded", "replies", "decision"),
+    ("speeds", "found"),
     [
-        (0, 0, Decision.WAIT), (1, 1, Decision.WAIT), (1, 2, Decision.KEEP), (0, 2, Decision.MORE),
-        (2, 2, Decision.MORE), (0, 3, Decision.MORE), (2, 3, Decision.KEEP), (1, 4, Decision.KEEP),
-        (2, 4, Decision.KEEP), (3, 4, Decision.HARDEN), (4, 4, Decision.HARDEN), (0, 4, Decision.EASE),
+        ([], Decision.WAIT), ([1.2, 1.3, 1.4], Decision.WAIT), ([1.2, 1.309, 1.1, 1.4], 1.30),
+        ([None, 1.2, None, 0.639], 0.63), ([None, 1.2, None, None], Decision.EASE), ([None] * 4, Decision.EASE),
     ],
 )  # fmt: skip
-def test_a_target_is_kept_where_an_effect_can_be_seen(succeeded: int, replies: int, decision: Decision) -> None:
-    assert of(succeeded, replies) is decision
+def test_the_second_fastest_of_four_sets_it(speeds: list[float | None], found: float | Decision) -> None:
+    assert threshold(speeds, replies=4, rank=2) == found
 
 
-def test_bounds_are_kept() -> None:
-    assert decide(1, 10, first=2, most=4, rates=(0.1, 0.7)) is Decision.KEEP
-    assert decide(7, 10, first=2, most=4, rates=(0.1, 0.7)) is Decision.KEEP
+@given(st.lists(st.floats(0.01, 10), min_size=4, max_size=4), st.integers(1, 4))
+def test_as_many_reach_it_as_its_rank_says(speeds: list[float], rank: int) -> None:
+    least = threshold(speeds, replies=4, rank=rank)
+    assert isinstance(least, float)
+    assert sum(speed >= least for speed in speeds) >= rank
+    assert sum(speed >= least + 0.01 for speed in speeds) < rank or speeds.count(sorted(speeds)[-rank]) > 1
 
 
-@pytest.mark.parametrize(("succeeded", "replies", "first"), [(3, 2, 2), (-1, 2, 2), (0, 0, 0)])
-def test_what_cannot_be_is_refused(succeeded: int, replies: int, first: int) -> None:
+@pytest.mark.parametrize(("there", "replies", "rank"), [(5, 4, 2), (0, 4, 0), (0, 4, 5)])
+def test_what_cannot_be_is_refused(there: int, replies: int, rank: int) -> None:
     with pytest.raises(ValueError, match="cannot be"):
-        decide(succeeded, replies, first=first, most=4, rates=(0.1, 0.7))
+        threshold([1.0] * there, replies=replies, rank=rank)
