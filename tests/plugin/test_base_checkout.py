@@ -67,6 +67,37 @@ def test_a_file_that_the_base_has_not(head: Path) -> None:
     assert [file.name for file in older.files] == ["k.cpp"]
 
 
+def lines(*numbers: int) -> str:
+    return "".join(f"line {number}\n" for number in numbers)
+
+
+@pytest.mark.parametrize("place", ["c__renamed_cpp", "d__k2_cpp", "a__nearer_cpp"])
+def test_a_renamed_kernel_is_compared_with_what_it_was(head: Path, place: str) -> None:
+    now, was = lines(*range(7), 20, 21, 22), lines(*range(10))
+    write(head, **{place: now})
+    write(head.parent / "base", c__was_cpp=was, c__other_cpp=lines(0, 1, 2, 3, 4, 30, 31, 32, 33, 34))
+    name = place.rpartition("__")[2].replace("_cpp", ".cpp")
+    older = BaseCheckout(head, head.parent / "base").base_kernel(kernel((name, now)), head)
+    assert older is not None
+    assert [(file.name, file.text) for file in older.files] == [("was.cpp", was)]
+
+
+@pytest.mark.parametrize("kept", [range(4), range(10)])
+def test_what_little_resembles_or_has_stayed_is_no_rename(head: Path, kept: range) -> None:
+    now, was = lines(*kept, *range(20, 30 - len(kept))), lines(*range(10))
+    write(head, c__renamed_cpp=now)
+    write(head.parent / "base", c__was_cpp=was)
+    if len(kept) == 10:
+        write(head, c__was_cpp=was)
+    assert BaseCheckout(head, head.parent / "base").base_kernel(kernel(("renamed.cpp", now)), head) is None
+
+
+def test_a_rename_keeps_its_suffix(head: Path) -> None:
+    write(head, c__renamed_cpp=lines(*range(9)))
+    write(head.parent / "base", c__was_h=lines(*range(9)))
+    assert BaseCheckout(head, head.parent / "base").base_kernel(kernel(("renamed.cpp", lines(*range(9)))), head) is None
+
+
 def test_files_that_the_head_no_longer_names(head: Path) -> None:
     """A kernel that has taken its header in would else be compared with nothing: the base could not be built."""
     write(head, d__k_cpp="merged", d__other_h="not the kernel's")

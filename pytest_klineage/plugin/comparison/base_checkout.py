@@ -1,7 +1,8 @@
 """The base of a pull request: which file of another checkout is the older version of a kernel. Nothing is judged here.
 
 A gate is given a kernel's text, not its path: suites read kernels in their own ways. The file is found by name and
-text in the head's tree, and the base has its older version at the same place.
+text in the head's tree, and the base has its older version at the same place; that of a file that was renamed or moved
+is the most alike of those that only the base has.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from difflib import SequenceMatcher
 from functools import cached_property
 from pathlib import Path
 
@@ -23,9 +25,12 @@ PASSED_OVER = frozenset({"__pycache__", "node_modules"})
 NAMED = re.compile(r'^[ \t]*(?:#[ \t]*include[ \t]*"([^"/\n]+)"|(?:from|import)[ \t]+\.?(\w+))', re.MULTILINE)
 """A file that another one names: in C++ with its suffix, in Python without."""
 
+ALIKE = 0.5
+"""Share of lines that a renamed file has kept at least; git's own limit for a rename."""
+
 
 class KernelFiles:
-    """The files of the head's tree by name, read once, on first use."""
+    """The files of a tree by name, read once, on first use."""
 
     def __init__(self, root: Path, without: Path | None = None) -> None:
         self.root = root
@@ -52,6 +57,11 @@ class KernelFiles:
         """Where a kernel's file lies; ties resolve to the path closest to the folder `near`. None if not found."""
         return next(iter(self.places(file, near)), None)
 
+    def gone(self, other: Path, suffix: str) -> list[Path]:
+        """The files with that suffix whose place in another tree is empty."""
+        named = (path for name, paths in self._by_name.items() if Path(name).suffix == suffix for path in paths)
+        return [path for path in named if not (other / path.relative_to(self.root)).exists()]
+
     def places(self, file: SourceFile, near: Path) -> list[Path]:
         """Every file of this name and text, the closest to the folder `near` first."""
         same = [path for path in self._by_name.get(file.name, ()) if _text(path) == file.text]
@@ -69,6 +79,7 @@ class BaseCheckout:
         if head == self.base:
             raise UsageError(f"--klineage-base: {base} is the tree under test; name a checkout of the base")
         self.files = KernelFiles(head, without=self.base)
+        self._older_files = KernelFiles(self.base)
 
     def base_kernel(self, source: KernelSource, near: Path) -> KernelSource | None:
         """The base's version of a kernel, with the head's entry and flags; None when the base has no such file.
@@ -92,7 +103,21 @@ class BaseCheckout:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
         # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
         there = (self.base / path.relative_to(self.files.root) for path in places)
-        return next((path for path in there if path.is_file()), None)
+        return next((path for path in there if path.is_file()), None) or self._renamed(file)
+
+    def _renamed(self, file: SourceFile) -> Path | None:
+        """What the head's file was called in the base, if anything; the most alike, then the first by name."""
+        lines = file.text.splitlines()
+        gone = sorted(self._older_files.gone(self.files.root, Path(file.name).suffix))
+        found = [(alike(lines, _text(path) or ""), path) for path in gone]
+        share, path = max(found, key=lambda one: one[0], default=(0.0, None))
+        return path if share >= ALIKE else None
+
+
+def alike(lines: list[str], text: str) -> float:
+    """Share of lines that a file has in common with another, from 0 to 1."""
+    compared = SequenceMatcher(None, lines, text.splitlines(), autojunk=False)
+    return compared.ratio() if compared.quick_ratio() >= ALIKE else 0.0
 
 
 def read(path: Path) -> SourceFile:
