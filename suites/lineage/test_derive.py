@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.induction.derive import KEPT, derive
+from pytest_klineage.lab.induction.derive import derive
 from pytest_klineage.lab.induction.verdicts import GateJudge
-from pytest_klineage.lab.library.lineages import find_hand_made, judged_on, load_lineage, read_record
+from pytest_klineage.lab.library.lineages import KEPT, find_hand_made, judged_on, load_lineage, read_record
 from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
 
