@@ -31,6 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="Minutes after which flaggems, lineage/test_retime.py and gate_quality's A/A and detection on a CPU begin "
         "nothing further; the same command goes on. Needed to sweep points, and to time steps again.",
     )  # fmt: skip
+    group.addoption(
+        "--lineages", metavar="DIR", type=Path, default=ROOT / "experts",
+        help="Where lineage/test_derive.py and test_spans.py read and write. Default: this repository's experts.",
+    )  # fmt: skip
 
 
 def _optimizing(group: pytest.OptionGroup) -> None:

@@ -1,4 +1,4 @@
-"""`pytest-klineage lineage`: list, show, walk, make and verify lineages. Only `make` writes.
+"""`pytest-klineage lineage`: list, show, walk, make, verify and outline lineages. Only `make` and `outline` write.
 
 Lines have at most 100 columns, save code and paths.
 """
@@ -54,7 +54,11 @@ def add_lineage(commands: Commands) -> None:
     verify = actions.add_parser("verify", help="check files, edits, verdicts and digests")
     verify.add_argument("names", metavar="LINEAGE", nargs="*", help="names or folders; all lineages without any")
     verify.set_defaults(command=run_verify)
-    for action in (listing, show, walk, verify):
+    outline = actions.add_parser("outline", help="write what was found without the text of kernels that are not yours")
+    outline.add_argument("name", metavar="LINEAGE", help="its name, such as gemm/cpu-cpp, or its folder")
+    outline.add_argument("--output", metavar="DIR", type=Path, required=True, help="where; such a folder can be shown")
+    outline.set_defaults(command=run_outline)
+    for action in (listing, show, walk, verify, outline):
         action.add_argument(
             "--experts", metavar="DIR", type=Path, default=EXPERTS, help="where lineages are; default: experts"
         )
@@ -126,7 +130,8 @@ def run_walk(arguments: argparse.Namespace) -> int:
 def run_verify(arguments: argparse.Namespace) -> int:
     """`lineage verify`."""
     from pytest_klineage.errors import BadRecord
-    from pytest_klineage.lab.library.lineages import all_problems_of, load_lineage
+    from pytest_klineage.lab.library.lineages import all_problems_of, load_lineage, read_record
+    from pytest_klineage.lab.library.outlines import is_outline, read_outline
     from pytest_klineage.results.retimed import read_retimed, refused_effects
 
     folders = [_folder(arguments.experts, name) for name in arguments.names] or _all_folders(arguments.experts)
@@ -134,18 +139,32 @@ def run_verify(arguments: argparse.Namespace) -> int:
     for folder in folders:
         refused: list[str] = []
         try:
-            stored = load_lineage(folder)
-            problems = all_problems_of(stored)
-            refused = list(refused_effects(stored.lineage, read_retimed(folder)))
+            lineage = read_record(folder)
+            if is_outline(lineage):
+                lineage, problems = read_outline(folder), []
+            else:
+                problems = all_problems_of(load_lineage(folder))
+            refused = list(refused_effects(lineage, read_retimed(folder)))
         except BadRecord as error:
             problems = [str(error)]
         broken += bool(problems)
-        states = "" if problems else f"holds together: {counted(len(stored.sources), 'state')}"
+        states = "" if problems else f"holds together: {counted(len(lineage.states), 'state')}"
         say_all(wrapped(f"{folder}: {states or counted(len(problems), 'problem')}"))
         say_all(part for text in (*problems, *refused) for part in wrapped(f"  {text}"))
         if refused:
             say(f"  next: {RETIME}")
     return FAILED if broken else OK
+
+
+def run_outline(arguments: argparse.Namespace) -> int:
+    """`lineage outline`."""
+    from pytest_klineage.lab.library.lineages import load_lineage
+    from pytest_klineage.lab.library.outlines import write_outline
+
+    outline = write_outline(load_lineage(_folder(arguments.experts, arguments.name)), arguments.output)
+    steps, judged = outline.transitions, sum(step.forward_verdict is not None for step in outline.transitions)
+    say_all(wrapped(f"{arguments.output}: {counted(len(steps), 'step')}, {judged} brought back, no text of a kernel"))
+    return OK
 
 
 def _whole_walk(lineage: Lineage, folder: Path) -> Iterator[str]:
@@ -246,9 +265,10 @@ def _over_reference(state: LineageState) -> str:
 
 
 def _lines(transition: Transition | None) -> str:
+    from pytest_klineage.records import EditKind
     from pytest_klineage.records.edits import changed_lines
 
-    if transition is None:
+    if transition is None or transition.forward.kind is EditKind.DIGEST:
         return "-"
     removed, added = changed_lines(transition.forward)
     return f"+{added} -{removed}"

@@ -53,6 +53,8 @@ def apply_edit(edit: Edit, files: Mapping[str, str], *, renames: bool = False) -
     A diff may give a file another name only where `renames` says so: a proposal could rename the file that is compiled.
     """
     result = dict(files)
+    if edit.kind is EditKind.DIGEST:
+        raise EditError("it is an outline's, which has only the edit's digest")
     if edit.kind is EditKind.UNIFIED_DIFF:
         for patch in _parse(edit.diff):
             if patch.renames and not renames:

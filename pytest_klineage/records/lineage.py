@@ -100,6 +100,8 @@ class EditKind(StrEnum):
 
     UNIFIED_DIFF = "unified_diff"
     SEARCH_REPLACE = "search_replace"
+    DIGEST = "digest"
+    """Not at all: an outline has only the SHA-256 of its content."""
 
 
 class Replacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,9 +117,9 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     kind: EditKind
     diff: str = ""
-    """The unified diff, for that kind."""
+    """The unified diff, for that kind; for an outline's the digest."""
     blocks: tuple[Replacement, ...] = ()
-    """Replacements in order, for the other."""
+    """Replacements in order, for `search_replace`."""
 
 
 class StateFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

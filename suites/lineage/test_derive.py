@@ -4,6 +4,7 @@ pytest suites/lineage/test_derive.py --platform sm90 -k gemm --klineage-llm anth
 pytest suites/lineage/test_derive.py --platform sm90 --klineage-executor batch:JUDGE --klineage-llm exchange \\
     --klineage-exchange REPLIES --klineage-model NAME --klineage-trajectories DIR    # all steps go forward together
 
+With --lineages DIR it reads DIR/<operator>/<platform>-<surface>/stages instead of experts/, such as kernels of others.
 What is done is kept beside lineage.json, and is not asked for again; remove its files to make a step again.
 """
 
@@ -16,16 +17,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.induction.derive import KEPT, derive
+from pytest_klineage.lab.induction.derive import derive
 from pytest_klineage.lab.induction.verdicts import GateJudge
-from pytest_klineage.lab.library.lineages import find_hand_made, judged_on, load_lineage, read_record
+from pytest_klineage.lab.library.lineages import KEPT, find_hand_made, judged_on, load_lineage, read_record
 from pytest_klineage.lab.optimizers.instructions import instructions_for, machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.plugin import Models
 
-EXPERTS = Path(__file__).parents[2] / "experts"
 REFERENCE = "another kernel for the same case"
 NO_MODEL = "re-derives steps with a language model: choose one with --klineage-llm=anthropic, command or exchange"
 
@@ -40,8 +40,8 @@ class Step(NamedTuple):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for every step of every lineage that an author wrote for the platform."""
-    platform = metafunc.config.stash[SESSION_KEY].platform
-    steps = [step for folder in find_hand_made(EXPERTS) for step in steps_of(folder, platform)]
+    platform, root = metafunc.config.stash[SESSION_KEY].platform, metafunc.config.getoption("--lineages")
+    steps = [step for folder in find_hand_made(root) for step in steps_of(folder, platform)]
     metafunc.parametrize("step", steps, ids=[step.name for step in steps])
 
 

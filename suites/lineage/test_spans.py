@@ -25,7 +25,6 @@ from pytest_klineage.lab.library.rendering import speedup_text
 from pytest_klineage.plugin.session import SESSION_KEY
 from pytest_klineage.results.spans import keep_span
 
-EXPERTS = Path(__file__).parents[2] / "experts"
 BEGAN = time.monotonic()
 
 
@@ -38,8 +37,8 @@ class Span(NamedTuple):
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for every span of every lineage that an author wrote for the platform."""
-    platform = metafunc.config.stash[SESSION_KEY].platform
-    found = [Span(folder, site) for folder in find_hand_made(EXPERTS) for site in spans_of(load_lineage(folder))]
+    platform, root = metafunc.config.stash[SESSION_KEY].platform, metafunc.config.getoption("--lineages")
+    found = [Span(folder, site) for folder in find_hand_made(root) for site in spans_of(load_lineage(folder))]
     spans = [span for span in found if span.site.lineage.platform == platform]
     metafunc.parametrize("span", spans, ids=[name_of(span.site) for span in spans])
 

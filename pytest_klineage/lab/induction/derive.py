@@ -23,15 +23,13 @@ from pytest_klineage.lab.induction.rederive import Rederived, Rederiver
 from pytest_klineage.lab.induction.replies import Simplification
 from pytest_klineage.lab.induction.verdicts import VERDICTS_FILE, Judge, Judging, LiveJudging, VerdictFile
 from pytest_klineage.lab.induction.walk import LEAST
-from pytest_klineage.lab.library.lineages import RIGHT, StoredLineage, edit_between, load_lineage, save_lineage
+from pytest_klineage.lab.library.lineages import KEPT, RIGHT, StoredLineage, edit_between, load_lineage, save_lineage
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import open_chat
 from pytest_klineage.records import KernelSource, Rederivation, Stopped, Transition, Verdict
 from pytest_klineage.records.edits import invert_edit
 from pytest_klineage.records.lineage import inverse
 
-KEPT = "derived"
-"""Folder of the kept trajectories, beside lineage.json."""
 ATTEMPTS = 3
 """Replies to one step, the first and two repairs: as many as a walk allows."""
 MAX_OUTPUT_TOKENS = 24_000

@@ -4,7 +4,7 @@ experts/<operator>/<platform>-<surface>/lineage/
     lineage.json        the Lineage record: states, transitions, what was refused, why it ended
     00-naive.cpp        the first state; its further files are called 00-naive.NAME. The others are made by edits
 experts/<operator>/<platform>-<surface>/stages/
-    the same for a lineage that the author of the expert wrote by hand
+    the same for a lineage that the author of the expert wrote by hand; in derived/ what was made of its steps
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pytest_klineage.results.spans import span_problems
 from pytest_klineage.results.storage import outlined_json, write_atomically
 
 T = TypeVar("T")
-FOLDER, HAND_MADE = "lineage", "stages"
+FOLDER, HAND_MADE, KEPT = "lineage", "stages", "derived"
 LINEAGE_FILE = "lineage.json"
 OUTLINE = 3
 """Levels of lineage.json that are indented: each field of a state and of a step is one line."""

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UsageError, WaitsForVerdict
-from pytest_klineage.lab.induction.derive import KEPT, derive, without_header
+from pytest_klineage.lab.induction.derive import derive, without_header
 from pytest_klineage.lab.induction.verdicts import Judge
-from pytest_klineage.lab.library.lineages import load_lineage, problems_of, save_lineage
+from pytest_klineage.lab.library.lineages import KEPT, load_lineage, problems_of, save_lineage
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import (
     Category,

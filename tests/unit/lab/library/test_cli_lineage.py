@@ -14,6 +14,7 @@ from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.lab.library.lineages import save_lineage
 from pytest_klineage.records import KernelSource, Lineage
 from pytest_klineage.report.text import WIDTH
+from pytest_klineage.results.packed import append_line
 
 MakeLineage = Callable[[], tuple[Lineage, tuple[KernelSource, ...]]]
 Run = Callable[..., tuple[int, str]]
@@ -98,3 +99,23 @@ def test_a_lineage_that_is_not_there_names_those_that_are(run: Run) -> None:
 def test_where_no_lineages_are_it_says_so(run: Run) -> None:
     with pytest.raises(UsageError, match="there is no lineage in nowhere; say where they are with --experts"):
         run("verify", "--experts", "nowhere")
+
+
+def test_an_outline_is_written_shown_and_verified(run: Run, make_lineage: MakeLineage) -> None:
+    lineage, sources = make_lineage()
+    steps = tuple(msgspec.structs.replace(step, effect=None) for step in lineage.transitions)
+    save_lineage(FOLDER, msgspec.structs.replace(lineage, transitions=steps), sources)
+    for step in steps:
+        assert step.forward_verdict is not None
+        append_line(FOLDER / "verdicts.jsonl", step.forward_verdict)
+    said = "outline: 2 steps, 2 brought back, no text of a kernel\n"
+    assert run("outline", "gemm/cpu-cpp", "--output", "outline") == (0, said)
+    assert run("verify", "outline") == (0, "outline: holds together: 3 states\n")
+    assert run("show", "outline")[1].splitlines()[5].split()[:3] == ["01", "tile_stage", "-"]
+    record = Path("outline") / "lineage.json"
+    record.write_text(
+        record.read_text().replace('"blocks":[]', '"blocks":[{"file":"a","search":"b","replace":"c"}]', 1)
+    )
+    status, output = run("verify", "outline")
+    assert status == 1
+    assert "it has more of the kernels than an outline has" in " ".join(output.split())

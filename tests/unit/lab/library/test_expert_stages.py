@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import UnknownName
-from pytest_klineage.lab.induction.derive import KEPT
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.lab.library.lineages import (
     HAND_MADE,
+    KEPT,
     StoredLineage,
     find_hand_made,
     load_lineage,
