@@ -357,6 +357,7 @@ FRAMES = """Traceback (most recent call last):
         (FRAMES + "pytest_klineage.errors.UsageError: y has 3 rows \n\n", "helper.py:31: y has 3 rows"),
         ("ValueError: no rows", "ValueError: no rows"),
         ('  File "/opt/x/pytest_klineage/a.py", line 1, in f\nKeyError: 1', "KeyError: 1"),
+        ('  File "/home/me/refs.py", line 7, in fast\nKeyError: 1', "refs.py:7: KeyError: 1"),
     ],
 )
 def test_a_users_failure_is_at_their_own_last_line(text: str, said: str) -> None:

@@ -98,7 +98,7 @@ def test_an_error_is_recorded_by_its_first_line(
     task: Task, begin: Begin, judge: Any, scripted: Any, path: Path
 ) -> None:
     def failing() -> None:
-        raise WorkerDied("gone\nwith details")
+        raise WorkerDied("gone\nwith\ndetails")
 
     judge.before = failing
     with pytest.raises(WorkerDied):
