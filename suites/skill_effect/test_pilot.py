@@ -16,7 +16,7 @@ from running import Runner, method_of, task_of
 
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.studies.chains import Chain, chains_below
-from pytest_klineage.lab.studies.pilot import Decision, threshold
+from pytest_klineage.lab.studies.pilot import threshold
 
 DESIGN = read_design()
 
