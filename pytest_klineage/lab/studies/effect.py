@@ -107,9 +107,7 @@ def both(by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str) -> I
         yield first[trial], second[trial]
 
 
-def first_shot_pairs(
-    by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str, study: Study
-) -> list[Pair]:
+def first_shot_pairs(by_arm: Mapping[str, Mapping[Trial, Chain]], one: str, other: str, study: Study) -> list[Pair]:
     """Whether the first shots of both arms succeeded."""
     return [
         Pair(first.target, float(succeeds_at_once(first, study)), float(succeeds_at_once(second, study)))
