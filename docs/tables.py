@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 import tarfile
+import tempfile
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -167,19 +168,16 @@ def cards_on_sm90() -> str:
     """Whether cards helped on sm90: the chains of the frozen design."""
     suite = ROOT / "suites" / "skill_effect"
     asked, of_target = (tomllib.loads((suite / f"{name}.toml").read_text()) for name in ("experiment", "thresholds"))
-    folder = RESULTS / "trajectories" / "skill_effect-sm90"
-    frozen = asked["frozen"]["design"]
-    chains = [chain for chain in chains_below(folder / "effect") if chain.design == frozen]
-    if not chains:
-        arms = len(asked["arms"])
-        return (
-            f"Not measured yet: {len(asked['targets'])} targets, {asked['repeats']} repeats, {arms} arms are defined.\n"
-        )
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(RESULTS / "skill_effect-sm90" / "effect.tar.xz") as made:
+        made.extractall(folder, filter="data")
+        run = Path(folder) / "trajectories" / "skill_effect-sm90"
+        chains = [chain for chain in chains_below(run / "effect") if chain.design == asked["frozen"]["design"]]
+        roots = root_speeds(run.with_name(f"{run.name}.verdicts.jsonl"))
     study = Study(
         contrasts=tuple(map(tuple, asked["contrasts"])), success=asked["success"], seed=asked["seed"],
         of_target=of_target,
     )  # fmt: skip
-    return report(study, chains, root_speeds(folder.with_name(f"{folder.name}.verdicts.jsonl")))
+    return report(study, chains, roots)
 
 
 def trials() -> str:

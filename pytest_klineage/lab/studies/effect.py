@@ -69,11 +69,11 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
-    """Every contrast that has pairs, in the study's order."""
+    """Every contrast that has pairs, in the study's order. One without pairs yet counts in the correction, with p = 1."""
     by_arm = trials_by_arm(chains)
     paired = {against(*arms): first_shot_pairs(by_arm, *arms, study) for arms in study.contrasts}
     counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
-    corrected = holm({name: found.p_greater for name, found in counts.items()})
+    corrected = holm({name: counts[name].p_greater if name in counts else 1.0 for name in paired})
     return [
         Contrast(
             name=name, counts=found, difference=success_difference(found), p_holm=corrected[name],
@@ -155,7 +155,7 @@ def report(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | N
         return "Nothing is measured yet.\n"
     models = ", ".join(sorted({chain.model for chain in chains}))
     parts = [
-        _primary(contrasts[0]), f"{len(chains)} chains; model: {models}.",
+        _primary(contrasts[0]), f"{sum(chain.first is not None for chain in chains)} chains; model: {models}.",
         _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
         "First shots that succeed, by target:", _table(*_target_rows(study, chains)),
         "Geometric means of speeds, the first arm's over the second's:",

@@ -97,6 +97,11 @@ def test_an_effect_is_found_and_no_effect_is_not() -> None:
     assert sum(p <= 0.05 for p in equal) <= 8
 
 
+def test_contrasts_without_pairs_yet_count_in_the_correction() -> None:
+    (found,) = compare(STUDY, made_up({"none": 0.3, "cards": 0.8}))
+    assert found.p_holm == pytest.approx(3 * found.counts.p_greater)
+
+
 def test_holm_corrects_for_every_contrast() -> None:
     found = compare(STUDY, made_up({"none": 0.3, "cards": 0.7, "labels": 0.5, "placebo": 0.4}))
     assert [one.name.rpartition(" ")[2] for one in found] == ["none", "labels", "placebo"]
