@@ -33,11 +33,13 @@ from pytest_klineage.records import (
     Verdict,
 )
 from pytest_klineage.records.verdict import SCHEMA_VERSION
-from pytest_klineage.results.storage import record_json, write_atomically
+from pytest_klineage.results.storage import outlined_json, write_atomically
 
 FOLDER = "trials"
 TRIAL_FILE, TRAJECTORY_FILE, VERDICTS_FILE = "trial.json", "trajectory.jsonl", "verdicts.jsonl"
 BASIS_FILE = "basis.json"
+OUTLINE = 1
+"""Levels of the JSON files that are indented; what lies below is one line."""
 
 
 class StoredKernel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -123,8 +125,8 @@ def save_trial(
         # Nothing was judged where no reply held a kernel.
         write_atomically(directory / VERDICTS_FILE, verdicts.read_bytes() if verdicts.exists() else b"")
         if basis is not None:
-            write_atomically(directory / BASIS_FILE, record_json(basis))
-        write_atomically(directory / TRIAL_FILE, record_json(record))
+            write_atomically(directory / BASIS_FILE, outlined_json(basis, OUTLINE))
+        write_atomically(directory / TRIAL_FILE, outlined_json(record, OUTLINE))
     except OSError as error:
         raise UsageError(f"the trial {directory} cannot be written: {error.strerror or error}") from error
     return read_trial(directory)
