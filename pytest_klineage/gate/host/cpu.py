@@ -103,12 +103,20 @@ def flags_here() -> frozenset[str]:
 
 
 def processor_name() -> str:
-    """Product name of the CPU."""
+    """Product name of the CPU, on x86 with its family and model: "AMD EPYC" alone is any of five generations."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        if name := cpu_name(Path("/proc/cpuinfo").read_text()):
+            return name
     return platform.processor() or platform.machine()
+
+
+def cpu_name(text: str) -> str:
+    """The name in the text of /proc/cpuinfo: of its first processor; empty where it has none."""
+    first = [line.partition(":") for line in text.partition("\n\n")[0].splitlines()]
+    said = {name.strip(): value.strip() for name, _, value in first}
+    family, model = said.get("cpu family"), said.get("model")
+    numbers = f" (family {family}, model {model})" if family and model else ""
+    return said["model name"] + numbers if said.get("model name") else ""
 
 
 def describe_cpu(software: dict[str, str], settings: dict[str, str]) -> Machine:

@@ -229,3 +229,17 @@ def test_a_cpu_without_amx_has_that_of_its_vectors() -> None:
 
 def test_the_flags_of_this_machine_are_read() -> None:
     assert cpu.flags_here() == cpu.cpu_flags(Path("/proc/cpuinfo").read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nmodel\t: 9\n",
+         "AMD EPYC (family 26, model 2)"),
+        ("processor : 0\nmodel name : Neoverse-N1\n", "Neoverse-N1"),
+        ("processor : 0\ncpu family : 6\nmodel : 143\n", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_a_processor_is_named_with_its_generation(text: str, name: str) -> None:
+    assert cpu.cpu_name(text) == name
