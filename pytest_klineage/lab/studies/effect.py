@@ -69,7 +69,7 @@ class SpeedRatio(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(study: Study, chains: Iterable[Chain]) -> list[Contrast]:
-    """Every contrast that has pairs, in the study's order. One without pairs yet counts in the correction, with p = 1."""
+    """Every contrast that has pairs, in the study's order. One without counts in the correction, with p = 1."""
     by_arm = trials_by_arm(chains)
     paired = {against(*arms): first_shot_pairs(by_arm, *arms, study) for arms in study.contrasts}
     counts = {name: discordance(pairs) for name, pairs in paired.items() if pairs}
