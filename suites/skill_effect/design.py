@@ -144,7 +144,10 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             return ()
         if self.frozen is not None:
             known = {card.name: card for card in library()}
-            return tuple(known[digest.partition("@")[0]] for digest in self.frozen.cards[name][arm])
+            wanted = [digest.partition("@")[0] for digest in self.frozen.cards[name][arm]]
+            if gone := [card for card in wanted if card not in known]:
+                raise UsageError(f"{FILE.name} has frozen cards that are no longer in skills/: {', '.join(gone)}")
+            return tuple(map(known.__getitem__, wanted))
         chosen = self._retrieved(name)
         return placebo_for(library(), self.platform, chosen) if arm == PLACEBO else chosen
 

@@ -154,8 +154,10 @@ def report(study: Study, chains: Sequence[Chain], roots: Mapping[str, float] | N
     if not contrasts:
         return "Nothing is measured yet.\n"
     models = ", ".join(sorted({chain.model for chain in chains}))
+    shots = [len(chain.shots) for chain in chains]
     parts = [
-        _primary(contrasts[0]), f"{sum(chain.first is not None for chain in chains)} chains; model: {models}.",
+        _primary(contrasts[0]),
+        f"{sum(map(bool, shots))} chains; shots judged of each, at most: {max(shots)}; model: {models}.",
         _table(_contrast_rows(contrasts), CONTRAST_HEADERS),
         "First shots that succeed, by target:", _table(*_target_rows(study, chains)),
         "Geometric means of speeds, the first arm's over the second's:",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from decimal import ROUND_FLOOR, Decimal
 from enum import StrEnum
 
 
@@ -28,4 +28,6 @@ def threshold(speeds: Sequence[float | None], *, replies: int, rank: int) -> flo
     if len(speeds) < replies:
         return Decision.WAIT
     right = sorted((speed for speed in speeds if speed is not None), reverse=True)
-    return Decision.EASE if len(right) < rank else math.floor(100 * right[rank - 1]) / 100
+    if len(right) < rank:
+        return Decision.EASE
+    return float(Decimal(repr(right[rank - 1])).quantize(Decimal("0.01"), ROUND_FLOOR))

@@ -44,7 +44,7 @@ UNEVEN = 1.5
 LATE_SHARE, LATE_NS = 0.25, 5000
 """Work after a call's own stream has finished counts as late beyond this share of the call, and beyond this long."""
 LATE_BLOCKS = 20
-"""One late block of a process, and one more for so many, are charged and no more: a host that stalls looks like one."""
+"""One late block of a process, or one in so many, is charged and no more: a host that stalls looks like one."""
 FLUSH_SHARE = 0.75
 """Of the time that the oracle has measured for a flush, and of the head start's, what a block must have."""
 SETTLE_NOISE_NS = 1000

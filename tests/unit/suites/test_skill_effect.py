@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import design as experiment
@@ -21,6 +22,8 @@ from pytest_klineage import UsageError
 from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
+from pytest_klineage.lab.studies.chains import chains_below
+from pytest_klineage.lab.studies.pilot import threshold
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.null_models import lint_case
@@ -84,6 +87,28 @@ def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -
     assert after == frozen_now(msgspec.structs.replace(design, frozen=after))
     assert {arm for arm in design.arms if before.prompts[TOPK][arm] != after.prompts[TOPK][arm]} == {"cards"}
     assert before.cards[TOPK]["cards"] != after.cards[TOPK]["cards"]
+
+
+def test_a_frozen_card_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = DESIGN.cards(TOPK, "cards")[0].name
+    left = tuple(card for card in experiment.library() if card.name != shown)
+    monkeypatch.setattr(experiment, "library", lambda: left)
+    with pytest.raises(UsageError, match=shown):
+        DESIGN.cards(TOPK, "cards")
+
+
+def test_thresholds_are_those_of_the_published_pilot(tmp_path: Path) -> None:
+    with tarfile.open(experiment.ROOT / "results" / "skill_effect-sm90" / "pilots.tar.xz") as made:
+        made.extractall(tmp_path, filter="data")
+    chains = chains_below(tmp_path / "skill_effect_brief" / "trajectories" / "skill_effect-sm90" / "pilot")
+    found = {
+        target: threshold(
+            [chain.first.speedup for chain in chains if chain.target == target and chain.first is not None],
+            replies=DESIGN.pilot.replies, rank=DESIGN.pilot.rank,
+        )
+        for target in DESIGN.targets
+    }  # fmt: skip
+    assert experiment.thresholds() == found
 
 
 def test_a_changed_design_is_not_the_frozen_one(tmp_path: Path) -> None:

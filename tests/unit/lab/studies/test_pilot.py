@@ -13,6 +13,7 @@ from pytest_klineage.lab.studies.pilot import Decision, threshold
     ("speeds", "found"),
     [
         ([], Decision.WAIT), ([1.2, 1.3, 1.4], Decision.WAIT), ([1.2, 1.309, 1.1, 1.4], 1.30),
+        ([1.15] * 4, 1.15), ([0.29] * 4, 0.29),
         ([None, 1.2, None, 0.639], 0.63), ([None, 1.2, None, None], Decision.EASE), ([None] * 4, Decision.EASE),
     ],
 )  # fmt: skip
