@@ -19,6 +19,7 @@ import msgspec
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.records import SCHEMA_VERSION, Machine, Verdict, from_json
 from pytest_klineage.records.codec import finite_json
+from pytest_klineage.results.packed import is_there, read_packed
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
@@ -106,7 +107,7 @@ class RunStore:
 
 
 def read_run(path: Path) -> Run:
-    """Read a run's directory, or a records.jsonl alone.
+    """Read a run's directory, or a records.jsonl alone, compressed ones too.
 
     A cut last line is reported in `warnings` and left out. Raises UsageError when there is nothing to read, BadRecord
     for a line that is damaged elsewhere or has another schema version.
@@ -115,7 +116,7 @@ def read_run(path: Path) -> Run:
     info_path = lines_path.parent / RUN_FILE
     try:
         info = from_json(info_path.read_bytes(), RunInfo) if info_path.exists() else None
-        data = lines_path.read_bytes()
+        data = read_packed(lines_path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} is not a run: {lines_path.name} is not there") from error
     except OSError as error:
@@ -129,7 +130,7 @@ def list_runs(root: Path) -> list[Path]:
     runs = root / "runs"
     if not runs.is_dir():
         return []
-    return sorted(path for path in runs.iterdir() if (path / RECORDS_FILE).is_file())
+    return sorted(path for path in runs.iterdir() if is_there(path / RECORDS_FILE))
 
 
 def now() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.records import Check, Code, KernelCase, Reason, Status, Verdict
+from pytest_klineage.results.packed import packed
 from pytest_klineage.results.runs import Record, RunInfo, RunStore, list_runs, now, read_run
 
 INFO = RunInfo(started_at="2026-01-02T03:04:05Z", platform="cpu", name="my run", settings={"mode": "gate"})
@@ -51,6 +53,16 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert list(run.records) == records
     assert run.warnings == ()
     assert read_run(store.path / "records.jsonl").records == run.records
+
+
+def test_a_compressed_run_is_read_by_the_same_name(tmp_path: Path) -> None:
+    with closing(RunStore.create(tmp_path, INFO)) as store:
+        store.append(record("test_a"))
+    lines = store.path / "records.jsonl"
+    packed(lines).write_bytes(gzip.compress(lines.read_bytes()))
+    lines.unlink()
+    assert read_run(store.path).records == (record("test_a"),)
+    assert list_runs(tmp_path) == [store.path]
 
 
 def test_a_run_is_named_after_time_platform_and_name(tmp_path: Path) -> None:
