@@ -97,10 +97,11 @@ def _old(path: Path) -> list[Baseline]:
 
 
 def _run(given: str) -> Run:
+    from pytest_klineage.results.packed import is_there
     from pytest_klineage.results.runs import read_run
 
     path = run_path(given)
-    if not path.exists():
+    if not path.exists() and not is_there(path):
         raise UsageError(f"{path} is not there; give a run's directory, its records.jsonl, or: latest")
     return read_run(path)
 

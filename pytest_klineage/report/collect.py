@@ -16,7 +16,7 @@ from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.records import Lineage, SkillCard, TrajectoryLine, Verdict, from_json
 from pytest_klineage.records.trajectory import Event
 from pytest_klineage.report.document import UnreadableInput
-from pytest_klineage.results.packed import PACKED, read_packed
+from pytest_klineage.results.packed import PACKED, is_there, read_packed
 from pytest_klineage.results.retimed import read_retimed, with_effects
 from pytest_klineage.results.runs import RECORDS_FILE, RUN_FILE, Record, Run, RunInfo
 
@@ -74,7 +74,7 @@ def collect(paths: Sequence[Path]) -> Material:
     """
     material = Material()
     for path in paths:
-        if not path.exists():
+        if not path.exists() and not is_there(path):
             raise UsageError(f"{path} is not there; give a run's directory, its records.jsonl, or: latest")
         for file in _files(path):
             _read(file, material, asked_for=not path.is_dir())
@@ -89,8 +89,8 @@ def collect(paths: Sequence[Path]) -> Material:
 
 def _files(path: Path) -> Iterator[Path]:
     """Files below a path that a report may be about, in the order of their names."""
-    if path.is_file():
-        yield path
+    if is_there(path):
+        yield path.with_name(path.name.removesuffix(PACKED))
         return
     for folder, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != LOCAL_RUNS)

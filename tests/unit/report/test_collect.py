@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from report_sample import verdict_of, write_card, write_lines, write_run, write_
 from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.report.assemble import assemble
 from pytest_klineage.report.collect import CUT_SHORT, collect
+from pytest_klineage.results.packed import packed
 
 
 def test_every_kind_is_found_below_a_folder(everything: Path) -> None:
@@ -27,6 +29,14 @@ def test_files_can_be_named_alone(everything: Path, tmp_path: Path) -> None:
     assert len(collect([everything / "skills" / "cpp-pack-b" / "card.json"]).cards) == 1
     bare = write_lines(tmp_path / "verdicts.jsonl", [verdict_of("gemm", 2.0)])
     assert [record.nodeid for record in collect([bare]).runs[0].records] == ["verdicts:1"]
+
+
+def test_a_compressed_run_is_read_by_either_name(everything: Path) -> None:
+    lines = next(everything.rglob("records.jsonl"))
+    count = len(collect([lines]).runs)
+    packed(lines).write_bytes(gzip.compress(lines.read_bytes()))
+    lines.unlink()
+    assert len(collect([lines]).runs) == len(collect([packed(lines)]).runs) == count == 1
 
 
 def test_local_runs_are_read_only_when_named(tmp_path: Path) -> None:
