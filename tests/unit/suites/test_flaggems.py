@@ -316,6 +316,31 @@ def test_tuning_keeps_the_fastest_of_three(suite: dict[str, ModuleType], tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == [row.case("sm90", "flaggems").id]
 
 
+def test_attempts_begin_with_what_was_compiled(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    tune, row = suite["tune"], suite["rows"].ROWS[14]
+
+    def compiles(_row: object, _platform: str, folder: Path) -> dict[str, str]:
+        """Stands in for FlagGems, which needs a GPU: one compiled kernel, and what its tuner has timed."""
+        (folder / "triton" / "key").mkdir(parents=True)
+        (folder / "triton" / "key" / "kernel.cubin").touch()
+        (folder / "triton" / "key" / "kernel.autotune.json").touch()
+        return {"variant_ms.flaggems.generic": "0.1"}
+
+    def attempt(_row: object, _platform: str, folder: Path) -> dict[str, str]:
+        assert [path.name for path in folder.rglob("kernel*")] == ["kernel.cubin"]
+        return {"variant_ms.flaggems.generic": "0.1"}
+
+    tune.compile_all([row], "sm90", tmp_path, compiles)
+    assert tune.tune(row, "sm90", tmp_path, attempt)[1]
+    assert [path.name for path in tmp_path.iterdir()] == [row.case("sm90", "flaggems").id]
+
+
+def test_a_failed_compilation_leaves_nothing(suite: dict[str, ModuleType], tmp_path: Path) -> None:
+    tune, row = suite["tune"], suite["rows"].ROWS[14]
+    tune.compile_all([row], "sm90", tmp_path, lambda *_: {"error": "no GPU"})
+    assert not list(tmp_path.iterdir())
+
+
 INTERPRETED = """
 import sys, types
 import torch
