@@ -88,6 +88,10 @@ def _admission(group: pytest.OptionGroup) -> None:
         help="Where lineages are read. Default: this repository's.",
     )  # fmt: skip
     group.addoption(
+        "--admission-outlines", metavar="DIR", type=Path, default=ROOT / "results" / "foreign-sm90",
+        help="Where outlines of lineages from kernels of others are read. Default: this repository's.",
+    )  # fmt: skip
+    group.addoption(
         "--admission-targets", metavar="FILE", type=Path, default=ROOT / "suites" / "admission" / "targets.toml",
         help="Shapes to try cards at. Default: suites/admission/targets.toml.",
     )  # fmt: skip

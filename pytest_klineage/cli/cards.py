@@ -53,7 +53,11 @@ def add_cards(commands: Commands) -> None:
         "--update-effects", action="store_true", help="first take the speedups of steps that were timed again"
     )
     lint.add_argument(
-        "--experts", metavar="DIR", type=Path, default=EXPERTS, help="where lineages are; default: experts"
+        "--experts",
+        metavar="DIR",
+        type=Path,
+        action="append",
+        help="where lineages are; repeatable, for outlines of others' kernels; default: experts",
     )
     lint.set_defaults(command=run_lint)
 
@@ -108,7 +112,7 @@ def run_lint(arguments: argparse.Namespace) -> int:
 
     skills = _folder(arguments.skills)
     folders = [_card_folder(skills, name) for name in arguments.names] or card_folders(skills)
-    lineages = known_lineages(find_all(arguments.experts))
+    lineages = known_lineages(folder for root in arguments.experts or [EXPERTS] for folder in find_all(root))
     if arguments.update_effects:
         _update_effects(skills, lineages)
     others = readable_cards(skills)

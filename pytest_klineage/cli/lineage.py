@@ -181,7 +181,7 @@ def _whole_walk(lineage: Lineage, folder: Path) -> Iterator[str]:
     yield ""
     yield from wrapped(f"ended: {lineage.termination.value}: {lineage.termination_reason}")
     if count:
-        yield f"next: pytest-klineage lineage walk {lineage.name} 1   (a step with its edit)"
+        yield f"next: pytest-klineage lineage walk {lineage.folder} 1   (a step with its edit)"
 
 
 def _one_step(lineage: Lineage, folder: Path, number: int, edit: Edit) -> Iterator[str]:
@@ -320,7 +320,7 @@ def _all_folders(experts: Path) -> list[Path]:
 
 def _named(lineage: Lineage, folder: Path) -> str:
     """What a lineage is called on the command line: its name below experts/, its folder elsewhere."""
-    return lineage.name if folder.parts[-4:-1] == (EXPERTS.name, *lineage.name.split("/")) else str(folder)
+    return lineage.name if folder.parts[-4:-1] == (EXPERTS.name, *lineage.folder.split("/")) else str(folder)
 
 
 def _shortened(text: str, size: int = 20) -> str:

@@ -70,12 +70,16 @@ def make_lineage(origin: WalkOrigin, expert: Expert, models: Models, judge: Judg
 
 
 def lift_group(group: Group, skills: Path, models: Models) -> Lift:
-    """Ask a model for the card of a group; write the card, and the conversation in any case."""
+    """Ask a model for the card of a group; write the card, and the conversation in any case.
+
+    One about a kernel of others has that kernel's text, and stays where the trajectories are.
+    """
     taken = {card.name for card in _cards(skills)}
     session = models.session(f"lift/{group.name}", settings={"group": group.name, "steps": group.cited})
     done = lift(group, session, taken=taken)
     session.close()
-    _keep(session, skills / LIFTS, group.name)
+    if not any(site.lineage.source for site in group.sites):
+        _keep(session, skills / LIFTS, group.name)
     if done.card is not None:
         write_card(skills, _claimed(skills, done.card))
     return done

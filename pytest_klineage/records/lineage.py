@@ -282,8 +282,18 @@ class Lineage(
 
     @property
     def name(self) -> str:
-        """The lineage's folder below experts/, such as "gemm/cpu-cpp"."""
+        """Its folder, such as "gemm/cpu-cpp"; of a kernel of others with the project, "gemm/sm90-cuda@fast.cu"."""
+        return f"{self.folder}@{self.source.rstrip('/').rpartition('/')[2]}" if self.source else self.folder
+
+    @property
+    def folder(self) -> str:
+        """The lineage's folder below experts/."""
         return f"{self.operator}/{self.platform}-{self.surface.value}"
+
+    @property
+    def source(self) -> str:
+        """Address of the project whose kernel it begins at; empty for a kernel of the one that keeps the lineage."""
+        return self.provenance.get("source", "")
 
     @property
     def hand_made(self) -> bool:

@@ -16,14 +16,15 @@ from pytest_klineage.lab.induction.admit import Compare
 from pytest_klineage.lab.induction.admit_targets import Shapes
 from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.induction.verdicts import GateJudge, judged_in_peace
-from pytest_klineage.lab.library.lineages import StoredLineage, judged_on
+from pytest_klineage.lab.library.lineages import StoredLineage, find_all, judged_on
+from pytest_klineage.lab.library.outlines import read_outline
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.making import read_shapes, verified_lineages
 from pytest_klineage.lab.optimizers.instructions import machine_text
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
-from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
+from pytest_klineage.records import Code, KernelCase, KernelSource, Lineage, Verdict
 
 QUICK = {"time_limit_s": 1.5, "precision": 0.05, "busy_limit": 1.0, "spread_limit": 1e6}
 """Of a gate that need only see whether a kernel is right, and which of two is faster."""
@@ -52,6 +53,13 @@ def skills(pytestconfig: pytest.Config) -> Path:
 def lineages(pytestconfig: pytest.Config) -> list[StoredLineage]:
     """Every lineage, verified."""
     return verified_lineages(pytestconfig.getoption("--admission-experts"))
+
+
+@pytest.fixture(scope="session")
+def citable(lineages: list[StoredLineage], pytestconfig: pytest.Config) -> dict[str, Lineage]:
+    """Lineages that cards may cite, by name: these, and outlines of those from kernels of others."""
+    outlines = [read_outline(folder) for folder in find_all(pytestconfig.getoption("--admission-outlines"))]
+    return {lineage.name: lineage for lineage in (*(stored.lineage for stored in lineages), *outlines)}
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from pytest_klineage.lab.making import admit_card, open_targets
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
-from pytest_klineage.records import CardStatus, Trial, TrialOutcome
+from pytest_klineage.records import CardStatus, Lineage, Trial, TrialOutcome
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,10 +44,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("stored", trials, ids=ids)
 
 
-def test_card_is_whole(folder: Path, skills: Path, lineages: list[StoredLineage], needs: Callable[[str], None]) -> None:
+def test_card_is_whole(folder: Path, skills: Path, citable: dict[str, Lineage], needs: Callable[[str], None]) -> None:
     """Fields, evidence in the committed lineages, SKILL.md, no other card again, a stored trial behind each success."""
     needs("none")
-    found = lint_folder(folder, {stored.lineage.name: stored.lineage for stored in lineages}, readable_cards(skills))
+    found = lint_folder(folder, citable, readable_cards(skills))
     errors = [f"{finding.rule.value}: {finding.message}" for finding in found if not finding.warning]
     assert not errors
     kept = [read_trial(trial).record.trial for trial in trial_folders(folder)]

@@ -21,6 +21,8 @@ CARRIER_CHARACTERS, CARRIER_LINES = 6000, 120
 KERNEL_SHARE = 0.6
 """Share of a kernel's lines that a carrier may hold, where the kernel is long enough to tell."""
 KERNEL_LINES = 40
+QUOTED = 24
+"""Characters from which on a line that a carrier shares with a kernel of others is a quotation."""
 TEXT_LIMIT = 600
 """Characters of an anchor, a condition, a reason, an effect or a risk."""
 SETTINGS_LIMIT = 16
@@ -120,11 +122,18 @@ def _carrier(group: Group, card: SkillCard) -> Iterator[str]:
         )
     if any(_holds(text, site.after) for site in group.sites):
         yield "the carrier holds most of a kernel: keep the part that the step is about, and sketch the rest"
+    for line in sorted({line for site in group.sites if site.lineage.source for line in _quoted(text, site.after)}):
+        yield f"the carrier quotes {line!r} from a kernel of others: say it with a line and names of your own"
 
 
 def _holds(text: str, kernel: KernelSource) -> bool:
     own = {line for file in kernel.files for line in _code_lines(file.text)}
     return len(own) >= KERNEL_LINES and len(own & set(_code_lines(text))) > KERNEL_SHARE * len(own)
+
+
+def _quoted(text: str, kernel: KernelSource) -> set[str]:
+    own = {line for file in kernel.files for line in _code_lines(file.text) if len(line) >= QUOTED}
+    return own & set(_code_lines(text))
 
 
 def _code_lines(text: str) -> Iterator[str]:

@@ -13,9 +13,10 @@ import pytest
 from pytest_klineage.cli.main import main
 from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.library.cards import find_cards, read_card, write_card
-from pytest_klineage.lab.library.lineages import FOLDER, read_record
+from pytest_klineage.lab.library.lineages import FOLDER, find_all, load_lineage, read_record, save_lineage
+from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.making import verified_lineages
-from pytest_klineage.records import CardStatus, Termination
+from pytest_klineage.records import Answered, CardStatus, Termination
 
 ROOT = Path(__file__).parents[3]
 CARD = "cpu-cpp-pack-weight-panels"
@@ -65,6 +66,21 @@ def test_a_recorded_conversation_makes_its_card_again(at: Path, capsys: pytest.C
     assert card.evidence in {known.evidence for known in find_cards(ROOT / "skills")}
     assert (at / "skills" / "lifts" / kept.name).is_file()
     assert card.name in capsys.readouterr().out
+
+
+def test_what_was_said_of_kernels_of_others_is_not_kept(at: Path, says: Callable[[str], tuple[str, ...]]) -> None:
+    kept = sorted((ROOT / "skills" / "lifts").glob("cpu-cpp-pack-weights-*.jsonl"))[0]
+    said = [line.event for line in read_trajectory(kept)[0] if isinstance(line.event, Answered)]
+    shutil.copytree(ROOT / "experts", at / "experts", ignore=shutil.ignore_patterns("*-cuda", "*-tilelang"))
+    for folder in find_all(at / "experts"):
+        stored = load_lineage(folder)
+        provenance = stored.lineage.provenance | {"source": "https://forge.example/somebody/theirs"}
+        save_lineage(folder, msgspec.structs.replace(stored.lineage, provenance=provenance), stored.sources)
+    given = [*says(said[-1].text), "--experts=experts", "--skills=skills"]
+    assert main(["cards", "lift", kept.stem, *given]) == 0
+    (card,) = find_cards(at / "skills")
+    assert all(item.lineage.endswith("@theirs") for item in card.evidence)
+    assert not (at / "skills" / "lifts").exists()
 
 
 def test_a_prompt_waits_for_its_reply(at: Path, capsys: pytest.CaptureFixture[str]) -> None:

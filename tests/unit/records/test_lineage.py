@@ -200,7 +200,9 @@ def test_only_naive_reached_is_complete() -> None:
 
 
 def test_the_name_is_the_folder_below_experts() -> None:
-    assert lineage("a").name == "gemm/cpu-cpp"
+    assert lineage("a").name == lineage("a").folder == "gemm/cpu-cpp"
+    other = msgspec.structs.replace(lineage("a"), provenance={"source": "https://forge.example/somebody/fast.cu/"})
+    assert (other.name, other.folder) == ("gemm/cpu-cpp@fast.cu", "gemm/cpu-cpp")
 
 
 def test_a_steps_verdict_is_about_the_rederived_kernel() -> None:

@@ -367,6 +367,16 @@ def test_a_carrier_is_not_the_whole_kernel(run: Any) -> None:
     assert "most of a kernel" in "; ".join(done.findings)
 
 
+@pytest.mark.parametrize(("source", "is_refused"), [("https://forge.example/a/fast", True), ("", False)])
+def test_a_carrier_quotes_no_kernel_of_others(run: Any, source: str, is_refused: bool) -> None:
+    stored = lineage_of()
+    lineage = msgspec.structs.replace(stored.lineage, provenance={"source": source} if source else {}).sealed()
+    (group, *_), _ = grouped(sites_of([msgspec.structs.replace(stored, lineage=lineage)]))
+    quoted = {"kind": "snippet", "language": "cpp", "text": "    for (i) for (j) for (p) c += a * panel;\n"}
+    done = run(hypothesis(carrier=quoted), of=group, repairs=0)
+    assert any("from a kernel of others" in finding for finding in done.findings) == is_refused
+
+
 def test_what_is_only_unwise_is_asked_about_and_then_forgiven(run: Any) -> None:
     vector = {"kind": "snippet", "language": "cpp", "text": "__m512 x = _mm512_loadu_ps(b);\n"}
     reply = hypothesis(carrier=vector, risks=[])

@@ -148,6 +148,7 @@ def test_lint_looks_for_evidence_in_the_given_folder(run: Run, house: Path) -> N
     assert status == 1
     assert "evidence.unknown: there is no lineage 'gemm/cpu-cpp'" in output
     assert run("lint", "gemm-simd", "--experts", "elsewhere")[0] == 0
+    assert run("lint", "gemm-simd", "--experts", "experts", "--experts", "elsewhere")[0] == 0
 
 
 def test_cards_get_the_speedups_of_steps_that_were_timed_again(run: Run, house: Path, make_card: MakeCard) -> None:
