@@ -198,6 +198,7 @@ def trials() -> str:
 RULES = {
     AdmissionRule.STRICT: "strict",
     AdmissionRule.PREDECESSOR: "own predecessor (the paper's)",
+    AdmissionRule.LANGUAGE: "another language",
     AdmissionRule.SQUARE_ROOT: "square root (until November 2026)",
 }
 """Rules of admission, as headers name them."""
@@ -249,6 +250,8 @@ def trial_row(card: SkillCard, record: TrialRecord) -> list[str]:
 
 def place(card: SkillCard, record: TrialRecord) -> str:
     """What is held out about the place of a trial."""
+    if record.trial.context.surface not in {origin.surface for origin in card.origins}:
+        return f"another language, {record.trial.context.surface}"
     if record.case.operator not in {origin.operator for origin in card.origins}:
         return "another operator"
     return "another shape" if record.trial.held_out else "its own"

@@ -75,6 +75,8 @@ class AdmissionRule(StrEnum):
     """Another operator's kernel, or one at another shape that is not what the card's own step began from; 70 %."""
     PREDECESSOR = "predecessor"
     """The paper's: the very kernel that the card's own step began from; 70 % as well. It admits no card here."""
+    LANGUAGE = "language"
+    """A kernel in another language of the platform before its own step of the card's category; 70 %. It admits none."""
     SQUARE_ROOT = "square_root"
     """Until November 2026: another operator, or the card's own predecessor at another shape; the square root of it."""
 

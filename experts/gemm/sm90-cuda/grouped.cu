@@ -1,6 +1,9 @@
 // Grouped product for sm_90a in bf16 and fp16: rows of a[M,K] up to ends[0] times b[0], from there to ends[1] times b[1], and
 // so on; b[G,K,N] row-major, ends on the device. The loops are the core's; tiles never cross an end.
 //
+// Two CTAs that share b take two tiles of rows. A group's last odd tile of rows is a strip of pairs along N instead, which
+// share a: else every second group of 128 rows' multiples would leave a CTA without work.
+//
 // Every CTA walks the groups itself, so no kernel runs before this one. A tile reads rows beyond its end like all others,
 // but stores only its own: boxes of 16 rows that lie before the end by TMA, the one that the end divides by its warp.
 #include "entries.cuh"
@@ -27,7 +30,10 @@ using Call = Fused<Grouped>;
 // Where a CTA is in the tiles of all groups, which follow each other.
 template <class C>
 struct Groups {
+    static constexpr bool kStrips = C::kShareB == 2;
     int group = -1, first = 0, tiles = 0, begin = 0, end = 0;  // the group's first tile, how many it has, and its rows
+    int full = 0;                                              // rows of tiles that a cluster fills
+    bool strip = false;                                        // whether the tile found last is a pair along N
     // The CTA's part of tile t, false past the last one. Tiles are asked for in rising order.
     __device__ __forceinline__ bool find(const Call &x, const Schedule<C> &my, int t, int2 &at) {
         constexpr int kRows = C::kM * C::kShareB;
@@ -35,9 +41,15 @@ struct Groups {
             if (++group >= x.more.count) return false;
             first += tiles, begin = end;
             end = max(begin, min(__ldg(x.more.ends + group), x.m));
-            tiles = (end - begin + kRows - 1) / kRows * my.columns;
+            full = (end - begin + (kStrips ? C::kM : kRows) - 1) / kRows;
+            tiles = full * my.columns + (begin + full * kRows < end ? (my.columns + 1) / 2 : 0);
         }
-        const int2 tile = tile_at(t - first, tiles / my.columns, my.columns, x.group, 0);
+        strip = kStrips && t - first >= full * my.columns;
+        if (strip) {
+            at = make_int2(begin + full * kRows, (2 * (t - first - full * my.columns) + my.part_b) * C::kN);
+            return true;
+        }
+        const int2 tile = tile_at(t - first, full, my.columns, x.group, 0);
         at = make_int2(begin + (tile.x * C::kShareB + my.part_b) * C::kM, tile.y * C::kN);
         return true;
     }
@@ -59,7 +71,20 @@ __device__ __forceinline__ void Grouped::produce(const Call &x, const Schedule<C
             const uint32_t to = base + ring.stage * C::kStageBytes, barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
             mbarrier_arrive_expect(barrier, C::kStageBytes);
-            tma_load_2d(to, &x.a, barrier, k, at.x);
+            if constexpr (C::kShareB == 2) {
+                constexpr int kHalf = C::kM / 2;
+                if (groups.strip) {
+                    tma_load_2d_multicast(to + my.part_b * kHalf * kRow, &x.a, barrier, k, at.x + my.part_b * kHalf, same_b);
+#pragma unroll
+                    for (int i = 0; i < 2 * kBlocks; ++i)
+                        tma_load_3d(to + C::kBytesA + i * kDepth * kRow, &x.b, barrier, at.y + i % kBlocks * 64, k + i / kBlocks * kDepth, groups.group);
+                    continue;
+                }
+                tma_load_2d(to, &x.a, barrier, k, at.x);
+                tma_load_2d(to + kHalf * kRow, &x.a, barrier, k, at.x + kHalf);
+            } else {
+                tma_load_2d(to, &x.a, barrier, k, at.x);
+            }
             uint32_t to_b = to + C::kBytesA + my.part_b * kBlocks * kDepth * kRow;
 #pragma unroll
             for (int i = 0; i < kBlocks; ++i, to_b += kDepth * kRow)
@@ -164,7 +189,7 @@ const char *Grouped::start(const Problem &p, const Operands &more) {
     x.more = more;
     x.out = p.c, x.m = p.m, x.n = p.n, x.k = p.k, x.ldc = int(p.ldc), x.group = 8, x.alternate = 1;
     const cuuint64_t n = p.n, depth = p.k, count = more.count;
-    if (const char *why = operand_map<T, 0, C::kM, 1>(&x.a, p.a, p.m, p.k, p.lda, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &x.wide_a)) return why;
+    if (const char *why = operand_map<T, 0, C::kM, C::kShareB>(&x.a, p.a, p.m, p.k, p.lda, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &x.wide_a)) return why;
     // Matrices are a dimension of their own, so that a tail of K reads zeros and not the next matrix.
     if (const char *why = encode_tiled<T, 3>(&x.b, p.b, {n, depth, count}, {cuuint64_t(p.ldb) * 2, cuuint64_t(more.matrix) * 2}, {64, kTileK / C::kShareB, 1}))
         return why;

@@ -164,7 +164,7 @@ def _trial(target: AdmissionTarget, outcome: OptimizationResult, deciding: Obser
     return Trial(
         context=target.context,
         outcome=_outcome(target, outcome, verdict),
-        held_out=target.rule is not AdmissionRule.PREDECESSOR,
+        held_out=target.rule is AdmissionRule.STRICT,
         code=verdict.code if verdict is not None else None,
         speedup=timing.speedup if timing is not None else None,
         source_digest=verdict.source_digest if verdict is not None else "",

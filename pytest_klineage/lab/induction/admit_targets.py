@@ -20,7 +20,7 @@ from pytest_klineage.records import AdmissionRule, Category, Context, KernelCase
 
 SHARE = 0.7
 """Of what the expected speedup is above 1, the part that a trial must show."""
-TRIALS = {AdmissionRule.STRICT: 2, AdmissionRule.PREDECESSOR: 1}
+TRIALS = {AdmissionRule.STRICT: 2, AdmissionRule.PREDECESSOR: 1, AdmissionRule.LANGUAGE: 1}
 """How often a card is tried by each rule."""
 OWN_TO_EACH = (Category.ARITHMETIC, Category.TEMPLATIZE, Category.AUTOTUNE)
 """Categories whose steps have no more than the name in common, also on a CPU."""
@@ -76,8 +76,8 @@ def targets_for(card: SkillCard, lineages: Iterable[StoredLineage], shapes: Shap
 
     By the strict rule first other operators' kernels before their step of the card's category, at their own shape;
     then, at other shapes, re-derived kernels to which the card's own step was never applied. By the paper's rule the
-    kernel before the step whose effect the card states. Raises UsageError for a card without a measured effect, or an
-    invalid shape.
+    kernel before the step whose effect the card states; last, kernels in other languages. Raises UsageError for a card
+    without a measured effect, or an invalid shape.
     """
     speedup = card.effect.speedup
     if speedup is None or speedup.estimate <= 1:
@@ -92,7 +92,9 @@ def targets_for(card: SkillCard, lineages: Iterable[StoredLineage], shapes: Shap
         *_ranked(card, _at_other_shapes(card, sites, known, shapes)),
     ]
     chosen = {target.name: target for target in strict if held_out(target.context, card.origins)}
-    return [*chosen.values(), *_own_predecessor(card, sites, speedup.estimate)]
+    return [
+        *chosen.values(), *_own_predecessor(card, sites, speedup.estimate), *_ranked(card, _in_others(card, sites))
+    ]  # fmt: skip
 
 
 def _ranked(card: SkillCard, targets: Iterable[AdmissionTarget]) -> list[AdmissionTarget]:
@@ -113,6 +115,19 @@ def _of_other_operators(card: SkillCard, sites: Iterable[Site]) -> Iterator[Admi
             after = site.after if site.effect is None else None
             why = f"{site.position}: a kernel of another operator before its own step of {card.category.value}"
             yield _target(site, site.before, lineage.case.shape, AdmissionRule.STRICT, why, after)
+
+
+def _in_others(card: SkillCard, sites: Iterable[Site]) -> Iterator[AdmissionTarget]:
+    """Kernels in other languages of the platform before their step of the card's category, if it pays or may pay."""
+    platforms = {origin.platform for origin in card.origins}
+    surfaces = {origin.surface for origin in card.origins}
+    for site in sites:
+        lineage = site.lineage
+        elsewhere = lineage.platform in platforms and lineage.surface not in surfaces
+        if elsewhere and adds(site, card.category) and may_pay(site):
+            after = site.after if site.effect is None else None
+            why = f"{site.position}: a kernel in {lineage.surface.value} before its own step of {card.category.value}"
+            yield _target(site, site.before, lineage.case.shape, AdmissionRule.LANGUAGE, why, after)
 
 
 def _at_other_shapes(

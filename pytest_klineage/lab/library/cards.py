@@ -16,6 +16,7 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.normalise import held_out
 from pytest_klineage.lab.library.rendering import NAME, NAME_LIMIT, skill_markdown
 from pytest_klineage.records import (
+    AdmissionRule,
     CardStatus,
     Category,
     Context,
@@ -93,11 +94,16 @@ def with_trials(card: SkillCard, trials: Iterable[Trial]) -> SkillCard:
 
     Failed trials are kept. A retired card stays retired.
     """
-    judged = [msgspec.structs.replace(trial, held_out=held_out(trial.context, card.origins)) for trial in trials]
+    judged = [msgspec.structs.replace(trial, held_out=_is_held_out(trial, card)) for trial in trials]
     logged = msgspec.structs.replace(card, log=(*card.log, *judged))
     if logged.status is CardStatus.CANDIDATE and logged.successes:
         return msgspec.structs.replace(logged, status=CardStatus.ADMITTED)
     return logged
+
+
+def _is_held_out(trial: Trial, card: SkillCard) -> bool:
+    """Another language alone says where a card works, and admits none."""
+    return trial.rule is not AdmissionRule.LANGUAGE and held_out(trial.context, card.origins)
 
 
 def untried(card: SkillCard) -> SkillCard:

@@ -67,6 +67,22 @@ def test_other_operators_then_shapes_then_its_predecessor(card: SkillCard, store
     assert {target.state.digest for target in found[1:3]} == {source_of(AGAIN).digest}
 
 
+def test_another_language_is_tried_and_admits_nothing(card: SkillCard, stored: StoredLineage) -> None:
+    other = lineage_of("conv2d", (1, 8, 12, 12, 16, 3, 1, 1))
+    sources = tuple(msgspec.structs.replace(source, surface=Surface.PYTHON) for source in other.sources)
+    lineage = msgspec.structs.replace(other.lineage, surface=Surface.PYTHON)
+    elsewhere = msgspec.structs.replace(other, lineage=lineage, sources=sources)
+    found = targets_for(card, [stored, elsewhere], {})
+    assert [target.rule for target in found] == [PREDECESSOR, AdmissionRule.LANGUAGE]
+    assert (found[1].surface, found[1].expected) == (Surface.PYTHON, 2.25)
+    trial = Trial(
+        context=found[1].context, outcome=TrialOutcome.SUCCESS, held_out=False, rule=AdmissionRule.LANGUAGE
+    )  # fmt: skip
+    tried = with_trials(card, [trial])
+    assert tried.status is CardStatus.CANDIDATE
+    assert [one.held_out for one in tried.log] == [False]
+
+
 def test_a_trial_changes_no_choice(card: SkillCard, stored: StoredLineage) -> None:
     other = lineage_of("conv2d", (1, 8, 12, 12, 16, 3, 1, 1))
     found = targets_for(card, [stored, other], SHAPES)
