@@ -5,6 +5,7 @@ A region stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import tarfile
@@ -29,6 +30,7 @@ from pytest_klineage.records import AdmissionRule, SkillCard, Surface, Timing, T
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
+from pytest_klineage.results.packed import is_there, read_lines
 from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +43,7 @@ ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d", "linear", "gated_linear", "gro
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
 SWEPT = "experts-sm90"
 """The run of suites/experts that is published."""
+EFFECT = ROOT / "suites" / "skill_effect"
 POLICIES = ("do_bench", "cudagraph")
 """Beside the policy that decides, `paired`."""
 
@@ -119,7 +122,7 @@ def accepted(contract: str) -> str:
 def sweeps() -> str:
     """Sweeps of the CUDA experts: mean and slowest case beside what is asked for; then every case, in any language."""
     asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
-    if not (ROOT / "results" / SWEPT / "records.jsonl").is_file():
+    if not is_there(ROOT / "results" / SWEPT / "records.jsonl"):
         count = sum(len(sweep["cases"]) for sweep in asked.values())
         return f"Not measured yet: {count} cases are defined; `pytest suites/experts --platform sm90` judges them.\n"
     swept = [one for one in published(SWEPT) if one.surface == Surface.CUDA]
@@ -166,11 +169,8 @@ def held_out() -> str:
 
 def cards_on_sm90() -> str:
     """Whether cards helped on sm90: the chains of the frozen design."""
-    suite = ROOT / "suites" / "skill_effect"
-    asked, of_target = (tomllib.loads((suite / f"{name}.toml").read_text()) for name in ("experiment", "thresholds"))
-    with tempfile.TemporaryDirectory() as folder, tarfile.open(RESULTS / "skill_effect-sm90" / "effect.tar.xz") as made:
-        made.extractall(folder, filter="data")
-        run = Path(folder) / "trajectories" / "skill_effect-sm90"
+    asked, of_target = (tomllib.loads((EFFECT / f"{name}.toml").read_text()) for name in ("experiment", "thresholds"))
+    with unpacked("effect") as run:
         chains = [chain for chain in chains_below(run / "effect") if chain.design == asked["frozen"]["design"]]
         roots = root_speeds(run.with_name(f"{run.name}.verdicts.jsonl"))
     study = Study(
@@ -178,6 +178,28 @@ def cards_on_sm90() -> str:
         of_target=of_target,
     )  # fmt: skip
     return report(study, chains, roots)
+
+
+def repairs_on_sm90() -> str:
+    """Whether cards helped to mend broken kernels; one that the gate accepted as it was is no task."""
+    asked = tomllib.loads((EFFECT / "experiment.toml").read_text())
+    with unpacked("repair") as run:
+        chains = [chain for chain in chains_below(run / "repair") if chain.root is not None]
+    whole = sorted({chain.target for chain in chains if chain.root is not None and chain.root.ok})
+    study = Study(
+        contrasts=(tuple(asked["contrasts"][0]),), success=asked["repair"]["at_least"], seed=asked["seed"]
+    )  # fmt: skip
+    left_out = f"Accepted although broken, and left out: {', '.join(whole) or 'none'}."
+    return f"{left_out}\n\n{report(study, [chain for chain in chains if chain.target not in whole])}"
+
+
+@contextlib.contextmanager
+def unpacked(name: str) -> Iterator[Path]:
+    """Folder with the trajectories of an archive of the experiment on the effect of cards."""
+    archive = RESULTS / "skill_effect-sm90" / f"{name}.tar.xz"
+    with tempfile.TemporaryDirectory() as folder, tarfile.open(archive) as made:
+        made.extractall(folder, filter="data")
+        yield Path(folder) / "trajectories" / "skill_effect-sm90"
 
 
 def trials() -> str:
@@ -259,8 +281,7 @@ def place(card: SkillCard, record: TrialRecord) -> str:
 
 def judged_in(name: str) -> list[tuple[str, Verdict]]:
     """Node ids and verdicts of a file of records below results/."""
-    lines = (ROOT / "results" / name).read_text().splitlines()
-    return [(one.nodeid, one.verdict) for one in (msgspec.json.decode(line, type=Record) for line in lines)]
+    return [(one.nodeid, one.verdict) for one in read_lines(ROOT / "results" / name, Record)]
 
 
 def newcomer() -> str:
@@ -320,6 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "expert-sweeps": sweeps,
     "cards-on-cpu": cards_on_cpu,
     "cards-on-sm90": cards_on_sm90,
+    "repairs-on-sm90": repairs_on_sm90,
     "held-out-sm90": held_out,
     "trials": trials,
     "newcomer": newcomer,

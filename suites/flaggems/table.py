@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 import shutil
 import time
@@ -16,6 +17,7 @@ from tabulate import tabulate
 
 from pytest_klineage.records import Interval, Verdict
 from pytest_klineage.records.facts import MEASURED
+from pytest_klineage.results.packed import packed
 
 OWN = "flaggems."
 """How the names of FlagGems' entries begin among a reference's variants."""
@@ -116,13 +118,11 @@ def append(path: Path, one: Measured) -> None:
 def publish(kept: Path, to: Path, platform: str) -> None:
     """Copy what was measured: tables, the numbers in them, points with their choice, and verdicts with samples."""
     to.mkdir(parents=True, exist_ok=True)
-    names = {f"{platform}-verdicts.jsonl": "records.jsonl"}
-    names |= {
-        name: name for name in (f"{platform}.md", f"{platform}.jsonl", f"sweep-{platform}.jsonl",
-                                f"choices-{platform}.json") if (kept / name).exists()
-    }  # fmt: skip
-    for name, published in names.items():
-        shutil.copyfile(kept / name, to / published)
+    verdicts = (kept / f"{platform}-verdicts.jsonl").read_bytes()
+    packed(to / "records.jsonl").write_bytes(gzip.compress(verdicts, mtime=0))
+    for name in (f"{platform}.md", f"{platform}.jsonl", f"sweep-{platform}.jsonl", f"choices-{platform}.json"):
+        if (kept / name).exists():
+            shutil.copyfile(kept / name, to / name)
 
 
 def tables(found: Iterable[Measured], arms: Sequence[str], absent: dict[str, str]) -> str:

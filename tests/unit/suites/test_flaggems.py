@@ -27,6 +27,7 @@ from pytest_klineage.lab.library.cards import find_cards  # noqa: E402
 from pytest_klineage.operators import operator_of  # noqa: E402
 from pytest_klineage.operators.null_models import lint_case  # noqa: E402
 from pytest_klineage.records import Interval, KernelCase, KernelSource  # noqa: E402
+from pytest_klineage.results.packed import read_packed  # noqa: E402
 
 SUITE = Path(__file__).parents[3] / "suites" / "flaggems"
 FROZEN = "22d77754e1f019d15ebb9481fa4a8f4f94c638203cce999ceffd12aaf9e76190"
@@ -287,9 +288,8 @@ def test_what_is_published_has_its_verdicts(suite: dict[str, ModuleType], tmp_pa
     for name in ("sm90-verdicts.jsonl", "sm90.md", "sm90.jsonl", "cpu.jsonl", "sweep-sm90-verdicts.jsonl"):
         (kept / name).write_text(name)
     suite["table"].publish(kept, to, "sm90")
-    assert {path.name: path.read_text() for path in to.iterdir()} == {
-        "records.jsonl": "sm90-verdicts.jsonl", "sm90.md": "sm90.md", "sm90.jsonl": "sm90.jsonl",
-    }  # fmt: skip
+    assert {path.name for path in to.iterdir()} == {"records.jsonl.gz", "sm90.md", "sm90.jsonl"}
+    assert [read_packed(to / name) for name in ("records.jsonl", "sm90.md")] == [b"sm90-verdicts.jsonl", b"sm90.md"]
 
 
 def test_a_mean_is_narrower_than_its_rows(suite: dict[str, ModuleType]) -> None:
