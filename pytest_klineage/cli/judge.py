@@ -40,6 +40,10 @@ def add_judge(commands: Commands) -> None:
         "-n", metavar="N", dest="judges", type=int,
         help="GPUs to use (default: all that are visible); with --build-only, processes (default: one a CPU)",
     )  # fmt: skip
+    judge.add_argument(
+        "--share", metavar="N", type=int, default=1,
+        help="judges for each GPU, which time in turns and do the rest beside each other (default: 1)",
+    )  # fmt: skip
     judge.add_argument("--cache-dir", metavar="DIR", type=Path, help="where built kernels are kept")
     judge.add_argument(
         "--build-only", action="store_true", help="build the kernels of all open requests into DIR/artifacts, no more"
@@ -179,7 +183,7 @@ def _start_judges(arguments: argparse.Namespace, platform: str, seconds: float |
     command += ["--cache-dir", str(arguments.cache_dir)] if arguments.cache_dir else []
     running = []
     try:
-        for name, environment in _devices(platform, arguments.judges):
+        for name, environment in devices_of(platform, arguments.judges, arguments.share):
             left = [] if seconds is None else ["--for", f"{max(seconds - (time.monotonic() - started), 1):.1f}"]
             running.append(subprocess.Popen([*command, "--name", name, *left], env=environment, stdin=subprocess.PIPE))
         ended = [process.wait() for process in running]
@@ -189,20 +193,25 @@ def _start_judges(arguments: argparse.Namespace, platform: str, seconds: float |
     return FAILED if any(ended) else OK
 
 
-def _devices(platform: str, asked: int | None) -> list[tuple[str, dict[str, str]]]:
-    """Name and environment of each judge. Raises UsageError for more than there are."""
+def devices_of(platform: str, asked: int | None, share: int) -> list[tuple[str, dict[str, str]]]:
+    """Name and environment of each judge. Raises UsageError for more than there are, or can be."""
     from pytest_klineage.gate.host.gpus import gpus_for
 
     environment = dict(os.environ)
     if platform == "cpu":
-        if asked not in (None, 1):
+        if asked not in (None, 1) or share != 1:
             raise UsageError("a CPU has one judge: kernels on it are timed one at a time")
         return [("cpu", environment)]
     found = gpus_for(platform)
     count = len(found) if asked is None else asked
     if not 1 <= count <= len(found):
         raise UsageError(f"-n lies between 1 and {len(found)}, the GPUs of {platform} here, got {count}")
-    return [(f"gpu {gpu.index}", environment | {"CUDA_VISIBLE_DEVICES": gpu.uuid}) for gpu in found[:count]]
+    if share < 1:
+        raise UsageError(f"--share is 1 at least, got {share}")
+    return [
+        (f"gpu {gpu.index}{f'.{place}' if share > 1 else ''}", environment | {"CUDA_VISIBLE_DEVICES": gpu.uuid})
+        for place in range(share) for gpu in found[:count]
+    ]  # fmt: skip
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -8,7 +8,7 @@ from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.definitions import definition_file, lost_oracle
-from pytest_klineage.gate.host.locks import machine_lock
+from pytest_klineage.gate.host.locks import DeviceLock, machine_lock
 from pytest_klineage.gate.rejection import SEVERITY, Rejected
 from pytest_klineage.gate.stages.audit import audit, foreign_file_reasons, included_libraries
 from pytest_klineage.gate.stages.build import build_kernel, build_notes, built_reason, resource_reasons
@@ -42,10 +42,13 @@ ORACLE_DEADLINE_S = 600.0
 class Judgement(JudgementContext):
     """All stages of one kernel."""
 
+    lock: DeviceLock | None = None
+    """The device's, which the stage that runs holds together with others."""
+
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
         try:
-            with machine_lock(self.gate.host.lock, alone=False):
+            with machine_lock(self.gate.host.lock, alone=False) as self.lock:
                 self._audit()
                 # A user's definition that is no oracle is an error, and nothing is built for it.
                 opened = self._open() if self.case.definition and self.settings.stage == "all" else None
@@ -219,12 +222,18 @@ class Judgement(JudgementContext):
     def _check_all(self, opened: CaseOpened, role: str = "candidate") -> None:
         failures: list[Reason] = []
         for index, planned in enumerate(opened.checks):
+            self._give_way()
             self.gate.report("check", planned.input_distribution, index, len(opened.checks))
             answer = self._check(index, role)
             self.checks += answer.checks
             failures += answer.reasons
         if failures:
             raise Rejected(*sorted(failures, key=lambda reason: SEVERITY.get(reason.code, 0), reverse=True))
+
+    def _give_way(self) -> None:
+        """Let a timing of another judge on this GPU go first, while nothing of ours runs there."""
+        if self.lock is not None and self.gate.host.device != "cpu":
+            self.lock.give_way()
 
     def _check_again(self, opened: CaseOpened) -> None:
         """Check the process that was timed once more: one that has counted its calls may know that checks are over.
@@ -235,7 +244,7 @@ class Judgement(JudgementContext):
             return
         before, self.checks = self.checks, []
         try:
-            with machine_lock(self.gate.host.lock, alone=False):
+            with machine_lock(self.gate.host.lock, alone=False) as self.lock:
                 self._check_all(opened)
         except Rejected as rejected:
             later = "right before it was timed, and afterwards"

@@ -12,7 +12,7 @@ from pytest_klineage.errors import HarnessError
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.host.hosts import DeviceMonitor, Environment
-from pytest_klineage.gate.host.locks import machine_lock
+from pytest_klineage.gate.host.locks import DeviceLock, machine_lock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
 from pytest_klineage.gate.supervise import CALL_SLACK_S
@@ -33,6 +33,7 @@ class TimedStage:
     def __init__(self, context: JudgementContext) -> None:
         self.context = context
         self.monitor: DeviceMonitor | None = None
+        self.lock: DeviceLock | None = None
 
     def run(self, opened: CaseOpened) -> Reason:
         """All timing policies in turn. Returns the reason that the first of them gives."""
@@ -40,7 +41,7 @@ class TimedStage:
         for name in (self.context.settings.policy, *self.context.settings.also_policies):
             host = self.context.gate.host
             self.context.gate.report("time", name)
-            with machine_lock(host.lock, alone=True), closing(host.monitor()) as self.monitor:
+            with machine_lock(host.lock, alone=True) as self.lock, closing(host.monitor()) as self.monitor:
                 started = time.monotonic()
                 outcome = self._measure(name, opened)
                 seconds, seen = time.monotonic() - started, self.monitor.finish()
@@ -88,12 +89,15 @@ class TimedStage:
 
         def restart() -> None:
             """Start both sides again. On a GPU that takes seconds and is bounded by count, so it is not in the
-            limit."""
+            limit; what others judge there goes on meanwhile."""
             nonlocal restarting_s
+            if self.lock is None or self.context.gate.host.device == "cpu":
+                self.context.restart()
+                return
             began = time.monotonic()
-            self.context.restart()
-            if self.context.gate.host.device != "cpu":
-                restarting_s += time.monotonic() - began
+            with self.lock.together():
+                self.context.restart()
+            restarting_s += time.monotonic() - began
 
         policy = screening(POLICIES[name], self.context.screen_against)
         warming_s = 0.0

@@ -88,7 +88,7 @@ class AgainstPins:
                 return compare_with(mine[0], nodeid, verdict, number=number, margin=self._plan.margin)
             return missing(nodeid, verdict, self._plan.compare, self._baselines, margin=self._plan.margin)
 
-    def _undisturbed(self) -> AbstractContextManager[None]:
+    def _undisturbed(self) -> AbstractContextManager[object]:
         """Bootstraps are work for a core: beside xdist's other workers, wait until none of them times on the CPU."""
         if not self._session.is_worker or self._session.platform != "cpu":
             return nullcontext()

@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from pytest_klineage.cli.judge import read_seconds, status_line
+from pytest_klineage.cli.judge import devices_of, read_seconds, status_line
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import verdict_of
 from pytest_klineage.executors.batch import BatchFolder
@@ -385,3 +386,23 @@ def test_a_relative_cache_is_one_of_this_process(
     folder.submit(request)
     judge_folder(folder, "cpu", cache_dir=Path("cache"))
     assert verdict_of(folder, request).scored
+
+
+@pytest.mark.parametrize("more", [("-n", "2"), ("--share", "2")])
+def test_a_cpu_has_one_judge(folder: BatchFolder, start: Start, more: tuple[str, str]) -> None:
+    folder.root.mkdir()
+    process = start(*more)
+    output, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2
+    assert "a CPU has one judge" in output
+
+
+def test_judges_that_share_a_gpu_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is here: what the driver would name stands in."""
+    gpus = [SimpleNamespace(index=index, uuid=f"GPU-{index}") for index in range(2)]
+    monkeypatch.setattr("pytest_klineage.gate.host.gpus.gpus_for", lambda platform: gpus)
+    found = [(name, environment["CUDA_VISIBLE_DEVICES"]) for name, environment in devices_of("sm90", None, 2)]
+    assert found == [("gpu 0.0", "GPU-0"), ("gpu 1.0", "GPU-1"), ("gpu 0.1", "GPU-0"), ("gpu 1.1", "GPU-1")]
+    assert [name for name, _ in devices_of("sm90", 1, 1)] == ["gpu 0"]
+    with pytest.raises(UsageError, match="--share is 1 at least"):
+        devices_of("sm90", None, 0)

@@ -30,11 +30,12 @@ def device() -> Iterator[str]:
     name = f"test-{uuid.uuid4().hex}"
     yield name
     lock_path(name).unlink(missing_ok=True)
+    lock_path(f"{name}-queue").unlink(missing_ok=True)
 
 
-def waiting(device: str) -> subprocess.Popen[str]:
+def waiting(device: str, *how: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", WAIT_FOR_LOCK, device],
+        [sys.executable, "-c", WAIT_FOR_LOCK, device, *how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -70,6 +71,7 @@ def test_two_devices_have_two_locks(device: str) -> None:
     with machine_lock(device, alone=True), machine_lock(other, alone=True):
         pass
     lock_path(other).unlink()
+    lock_path(f"{other}-queue").unlink()
 
 
 def test_a_lock_can_be_taken_again(device: str) -> None:
@@ -87,23 +89,48 @@ def test_an_error_while_timing_frees_the_lock(device: str) -> None:
 
 def test_builders_share_the_lock_and_keep_a_timing_waiting(device: str) -> None:
     with machine_lock(device, alone=False), machine_lock(device, alone=False):
-        waiting = subprocess.Popen(
-            [sys.executable, "-c", WAIT_FOR_LOCK, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert waiting.stdout is not None
-        assert waiting.stdout.readline() == "asking\n"
+        with waiting(device, "shared") as together:
+            assert together.stdout is not None
+            assert [together.stdout.readline(), together.stdout.readline()] == ["asking\n", "timing\n"]
+            together.communicate("\n", timeout=30)
+        timing = waiting(device)
+        assert timing.stdout is not None
+        assert timing.stdout.readline() == "asking\n"
         with pytest.raises(subprocess.TimeoutExpired):
-            waiting.wait(0.3)
-        together = subprocess.run(
-            [sys.executable, "-c", WAIT_FOR_LOCK, device, "shared"],
-            input="\n",
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert together.stdout == "asking\ntiming\n"
-    assert waiting.stdout.readline() == "timing\n"
-    waiting.communicate("\n", timeout=30)
+            timing.wait(0.3)
+    assert timing.stdout.readline() == "timing\n"
+    timing.communicate("\n", timeout=30)
+
+
+def test_who_waits_for_a_timing_comes_before_later_checks(device: str) -> None:
+    with machine_lock(device, alone=False) as lock, waiting(device) as timing:
+        assert timing.stdout is not None
+        assert timing.stdin is not None
+        assert timing.stdout.readline() == "asking\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            timing.wait(0.3)
+        with waiting(device, "shared") as later:
+            assert later.stdout is not None
+            assert later.stdout.readline() == "asking\n"
+            with pytest.raises(subprocess.TimeoutExpired):
+                later.wait(0.3)
+            timing.stdin.write("\n")
+            timing.stdin.flush()
+            lock.give_way()  # comes back only when the timing has ended
+            assert timing.wait(30) == 0
+            assert later.stdout.readline() == "timing\n"
+
+
+def test_a_timing_shares_for_a_while(device: str) -> None:
+    with machine_lock(device, alone=True) as lock, waiting(device, "shared") as check:
+        assert check.stdout is not None
+        assert check.stdin is not None
+        assert check.stdout.readline() == "asking\n"
+        with lock.together():
+            assert check.stdout.readline() == "timing\n"
+            check.stdin.write("\n")
+            check.stdin.flush()
+        assert check.wait(30) == 0
 
 
 def test_a_temporary_folder_of_ones_own_does_not_part_the_lock(device: str, tmp_path: Path) -> None:
