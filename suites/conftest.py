@@ -70,6 +70,11 @@ def _optimizing(group: pytest.OptionGroup) -> None:
         "kept and shown apart.",
     )  # fmt: skip
     group.addoption(
+        "--held-out-cards", action="store_true",
+        help="In ablations/test_roundtrip_recovery.py, no cards that were lifted from the target's own operator and "
+        "shape; such trials are kept and shown apart.",
+    )  # fmt: skip
+    group.addoption(
         "--rules", type=Path, metavar="FILE", help="Rules of other workloads that adaexplore-shared begins with."
     )
     group.addoption(

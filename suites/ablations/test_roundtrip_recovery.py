@@ -2,6 +2,7 @@
 
 pytest suites/ablations/test_roundtrip_recovery.py --platform cpu --klineage-llm exchange --klineage-exchange DIR \
     --klineage-model NAME [--trials 5] [--steps 8] [-k gemm]          asks a model
+pytest suites/ablations/test_roundtrip_recovery.py --held-out-cards ...           without cards of the very target
 pytest suites/ablations/test_roundtrip_recovery.py --platform cpu --klineage-llm replay      reproduces every class
 
 A trial has recovered when the best kernel has 90 % of the expert's speed, both timed in turns. A replay judges every
@@ -31,7 +32,13 @@ from pytest_klineage import KlineageSession
 from pytest_klineage.lab.optimizers.recording import disagreements
 from pytest_klineage.lab.plugin import Models
 
-NAME = "roundtrip_recovery"
+NAME, HELD_OUT = "roundtrip_recovery", "roundtrip_recovery_held_out"
+"""Of the ablation, and of the same without cards that were lifted from the target's own operator and shape."""
+
+
+def name_of(config: pytest.Config) -> str:
+    """The ablation that is asked for."""
+    return HELD_OUT if config.getoption("--held-out-cards") else NAME
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,8 +53,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def table(klineage_session: KlineageSession) -> Iterator[None]:
     """Makes the table again from all trajectories, when a model was asked."""
     yield
-    if was_run(klineage_session) and (trials := recorded_in(klineage_session, NAME)):
-        write_table(klineage_session, NAME, table_of(trials))
+    name = name_of(klineage_session.config)
+    if was_run(klineage_session) and (trials := recorded_in(klineage_session, name)):
+        write_table(klineage_session, name, table_of(trials))
 
 
 def test_roundtrip_recovery(
@@ -58,9 +66,12 @@ def test_roundtrip_recovery(
     request: pytest.FixtureRequest,
 ) -> None:
     """The model gets as far as it gets: only a replay can fail. A case that cannot be judged here is skipped."""
-    name = f"{NAME}-{klineage_session.platform}/klineage/{operator}-{trial}"
+    ablation = name_of(request.config)
+    name = f"{ablation}-{klineage_session.platform}/klineage/{operator}-{trial}"
     index = library(request.config, klineage_models)
-    outcome = run_trial(name, "klineage", operator, klineage_session, klineage_models, index, request)
+    outcome = run_trial(
+        name, "klineage", operator, klineage_session, klineage_models, index, request, contaminated=ablation == NAME
+    )
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
     assert not (found := disagreements(outcome.rejudged)), found
@@ -70,9 +81,9 @@ def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) ->
     """The committed table follows from the committed trajectories; --publish makes it again."""
     if was_run(klineage_session):
         pytest.skip("the table is being made")
-    if not (trials := recorded_in(klineage_session, NAME)):
-        pytest.skip(f"no trajectory of {NAME} is recorded")
-    hold_table(klineage_session, NAME, table_of(trials))
+    if not (trials := recorded_in(klineage_session, name := name_of(klineage_session.config))):
+        pytest.skip(f"no trajectory of {name} is recorded")
+    hold_table(klineage_session, name, table_of(trials))
 
 
 def table_of(trials: list[Trial]) -> Iterator[str]:

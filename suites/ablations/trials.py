@@ -123,7 +123,7 @@ def recorded_in(session: KlineageSession, name: str) -> list[Trial]:
 
 def run_trial(
     name: str, method: str, operator: str, session: KlineageSession, models: Models, index: CardIndex,
-    request: pytest.FixtureRequest,
+    request: pytest.FixtureRequest, *, contaminated: bool = True,
 ) -> OptimizationResult:  # fmt: skip
     """Run, resume or replay the trial of that name. The test is skipped without a model, or without a recording."""
     if models.backend == "none":
@@ -140,7 +140,7 @@ def run_trial(
     features = cpu_features() if session.platform == "cpu" else ()
     chosen = CardMethod(
         method, index, k=config.getoption("--cards"), capabilities=features, goal=GOAL.format(share=RECOVERED),
-        max_steps=steps,
+        max_steps=steps, contaminated=contaminated,
     )  # fmt: skip
     task = _task(expert, case, session, features)
     settings = _settings(name, chosen, task, steps) | ({"screen": "yes"} if screens else {})

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pytest_klineage.lab.library.cards import write_card
+from pytest_klineage.lab.library.cards import read_card, write_card
 from pytest_klineage.records import (
     CardScope,
     CardStatus,
@@ -162,3 +162,14 @@ def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> N
     (folder / "skills").rename(folder / "gone")
     empty = ablation(pytestconfig, folder, "test_roundtrip_recovery", "-rs", *asking(folder))
     assert "skills has no admitted card: induce and admit cards first" in empty
+
+
+def test_cards_of_the_very_target_can_be_left_out(pytestconfig: pytest.Config, folder: Path) -> None:
+    card = read_card(folder / "skills" / "pack-b")
+    own = msgspec.structs.replace(card.origins[0], shape={"M": 1024, "N": 1024, "K": 1024})
+    write_card(folder / "skills", msgspec.structs.replace(card, origins=(own,)))
+    said = ablation(pytestconfig, folder, "test_roundtrip_recovery", *asking(folder), "--held-out-cards")
+    assert "roundtrip_recovery_held_out-cpu/klineage/gemm-1: step" in said
+    tables = folder / "results" / "ablations"
+    assert "| total | 0/2 |" in (tables / "roundtrip_recovery_held_out-cpu.md").read_text()
+    assert not (tables / "roundtrip_recovery-cpu.md").exists()
