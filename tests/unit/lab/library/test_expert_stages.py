@@ -17,21 +17,22 @@ from pytest_klineage.lab.library.lineages import (
     load_lineage,
     problems_of,
 )
-from pytest_klineage.records import PLATFORMS, Edit, EditKind, Termination
+from pytest_klineage.records import PLATFORMS, Edit, EditKind, Surface, Termination
 from pytest_klineage.results.spans import SPANS_FILE
 
 EXPERTS = Path(__file__).parents[4] / "experts"
 OPERATORS = ("conv2d", "fmha", "gdn", "gdn_cumsum", "gdn_fused_fwd", "gdn_kkt_solve", "gemm", "topk")
+NAMES = sorted([*(f"{operator}/sm90-cuda" for operator in OPERATORS), "gemm/sm90-tilelang"])
 
 
-@pytest.fixture(scope="module", params=OPERATORS)
+@pytest.fixture(scope="module", params=NAMES)
 def stored(request: pytest.FixtureRequest) -> StoredLineage:
     """One shipped lineage, with every state made from the naive kernel by the edits."""
-    return load_lineage(EXPERTS / request.param / "sm90-cuda" / HAND_MADE)
+    return load_lineage(EXPERTS / request.param / HAND_MADE)
 
 
 def test_every_expert_of_a_gpu_has_one() -> None:
-    assert [folder.parts[-3] for folder in find_hand_made(EXPERTS)] == list(OPERATORS)
+    assert ["/".join(folder.parts[-3:-1]) for folder in find_hand_made(EXPERTS)] == NAMES
 
 
 def test_edits_give_the_recorded_bytes(stored: StoredLineage) -> None:
@@ -41,7 +42,8 @@ def test_edits_give_the_recorded_bytes(stored: StoredLineage) -> None:
 
 def test_only_the_naive_kernel_is_a_file(stored: StoredLineage) -> None:
     files = sorted(path.name for path in stored.directory.iterdir() if path.name not in (KEPT, SPANS_FILE))
-    assert files == ["00-naive.cu", "lineage.json"]
+    suffix = {Surface.CUDA: ".cu", Surface.TILELANG: ".py"}[stored.lineage.surface]
+    assert files == [f"00-naive{suffix}", "lineage.json"]
 
 
 def test_it_says_who_wrote_it_and_what_was_judged(stored: StoredLineage) -> None:
