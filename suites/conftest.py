@@ -6,7 +6,7 @@ Beside them what several suites need: progress lines, and the gate of replays.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 from pytest_klineage import Gate, GateSettings, KlineageSession
 from pytest_klineage.executors.base import ExecutorGate
 from pytest_klineage.lab.library.retrieval import DEFAULT_K
+from pytest_klineage.lab.optimizers.recording import Rejudged, disagreements, lacks_instructions
 from pytest_klineage.records import Verdict
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -119,6 +120,18 @@ def _gate_quality(group: pytest.OptionGroup) -> None:
         "--verdicts", type=int, default=5, metavar="N",
         help="Verdicts by each evaluator, 2 at least. Default: %(default)s.",
     )  # fmt: skip
+
+
+@pytest.fixture
+def agree() -> Callable[[Sequence[Rejudged]], None]:
+    """Holds a replay to the recorded classes. Skips the test where this processor cannot run a recorded kernel."""
+
+    def hold(rejudged: Sequence[Rejudged]) -> None:
+        if why := lacks_instructions(rejudged):
+            pytest.skip(why)
+        assert not (found := disagreements(rejudged)), found
+
+    return hold
 
 
 @pytest.fixture

@@ -58,8 +58,9 @@ def how_it_ended(ended: WorkerExit, *, flooded: bool, printed: int) -> Reason:
             return Reason(
                 code=Code.OUT_OF_MEMORY, message="the process was killed by the system, most likely for memory"
             )
+        why = ", as by an instruction that this processor lacks" if ended.signal == signal.SIGILL else ""
         return Reason(
-            code=Code.CRASH, message=f"the kernel's process ended by {name}", evidence={"signal": ended.signal}
+            code=Code.CRASH, message=f"the kernel's process ended by {name}{why}", evidence={"signal": ended.signal}
         )
     if ended.exit_code == 0:
         return Reason(code=Code.EARLY_EXIT, message="the kernel's process ended with status 0 before it had answered")

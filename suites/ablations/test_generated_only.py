@@ -11,7 +11,7 @@ test_roundtrip_recovery.py, which have the cards. A replay fails where a verdict
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from trials import (
@@ -30,7 +30,7 @@ from trials import (
 from pytest_klineage import KlineageSession, UnknownName
 from pytest_klineage.lab.library.retrieval import CardIndex
 from pytest_klineage.lab.optimizers.klineage import CARD_METHODS
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.plugin import Models
 
 NAME, WITH_CARDS = "generated_only", "roundtrip_recovery"
@@ -67,6 +67,7 @@ def test_generated_only(
     klineage_session: KlineageSession,
     klineage_models: Models,
     request: pytest.FixtureRequest,
+    agree: Callable[[Sequence[Rejudged]], None],
 ) -> None:
     """The model gets as far as it gets: only a replay can fail. A case that cannot be judged here is skipped."""
     name = f"{NAME}-{klineage_session.platform}/{method}/{operator}-{trial}"
@@ -74,7 +75,7 @@ def test_generated_only(
     outcome = run_trial(name, method, operator, klineage_session, klineage_models, index, request)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:

@@ -11,7 +11,7 @@ kernel again, and fails where a verdict is of another class than the recorded on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from trials import (
@@ -29,7 +29,7 @@ from trials import (
 )
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.plugin import Models
 
 NAME, HELD_OUT = "roundtrip_recovery", "roundtrip_recovery_held_out"
@@ -64,6 +64,7 @@ def test_roundtrip_recovery(
     klineage_session: KlineageSession,
     klineage_models: Models,
     request: pytest.FixtureRequest,
+    agree: Callable[[Sequence[Rejudged]], None],
 ) -> None:
     """The model gets as far as it gets: only a replay can fail. A case that cannot be judged here is skipped."""
     ablation = name_of(request.config)
@@ -74,7 +75,7 @@ def test_roundtrip_recovery(
     )
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_table_is_that_of_the_trajectories(klineage_session: KlineageSession) -> None:

@@ -27,7 +27,7 @@ from pytest_klineage.lab.library.lint import lint_folder
 from pytest_klineage.lab.library.rendering import speedup_text
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.making import admit_card, open_targets
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import disagreements, lacks_instructions
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.plugin.session import KlineageSession
 from pytest_klineage.records import CardStatus, Lineage, Trial, TrialOutcome
@@ -131,6 +131,8 @@ def test_replayed_trial(
     except KlineageError as error:
         pytest.fail(str(error), pytrace=False)
     recorded = trial.record.trial
+    if why := lacks_instructions(again.rejudged):
+        pytest.skip(why)
     assert again.trial is not None, again.message
     assert (again.trial.outcome, again.trial.source_digest) == (recorded.outcome, recorded.source_digest)
     assert not (other := disagreements(again.rejudged)), other

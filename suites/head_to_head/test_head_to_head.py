@@ -11,7 +11,7 @@ of another class than recorded, or where the tables are not those of the traject
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ from contest import (
 from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.plugin import Models, model_settings
 from pytest_klineage.plugin.session import SESSION_KEY
 from pytest_klineage.results.packed import line_files
@@ -73,6 +73,7 @@ def written_tables(klineage_session: KlineageSession, request: pytest.FixtureReq
 def test_head_to_head(
     method: str, operator: str, run: int, klineage_session: KlineageSession, klineage_models: Models,
     write_line: Callable[[str], None], request: pytest.FixtureRequest, tmp_path: Path,
+    agree: Callable[[Sequence[Rejudged]], None],
 ) -> None:  # fmt: skip
     """Asks a model, or replays what one has said. A case that cannot be judged here is skipped."""
     platform, nodeid = klineage_session.platform, request.node.nodeid
@@ -91,7 +92,7 @@ def test_head_to_head(
         pytest.fail(f"klineage: {error}", pytrace=False)
     if outcome.stopped == "not_judged":
         pytest.skip(f"klineage: {outcome.message}")
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_tables_are_those_of_the_trajectories(klineage_session: KlineageSession) -> None:

@@ -6,6 +6,7 @@ A verdict that a method got stands in the trajectory twice: as Judged, short, an
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from collections.abc import Iterable
 
@@ -20,6 +21,7 @@ from pytest_klineage.records import (
     Answered,
     Asked,
     Begun,
+    Code,
     Event,
     Noted,
     Opened,
@@ -66,6 +68,15 @@ def disagreements(rejudged: Iterable[Rejudged]) -> str:
         for item in rejudged
         if not item.agrees
     )
+
+
+def lacks_instructions(rejudged: Iterable[Rejudged]) -> str:
+    """Why a replay says nothing on this processor: a kernel has instructions that it lacks. Empty where none has."""
+    for item in rejudged:
+        reason, recorded = item.verdict.reasons[0], item.recorded.code
+        if reason.code is Code.CRASH is not recorded and reason.evidence.get("signal") == signal.SIGILL:
+            return f"step {item.step}: the kernel ended by SIGILL, as by instructions that this processor lacks"
+    return ""
 
 
 class Recording:

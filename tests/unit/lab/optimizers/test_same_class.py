@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from pytest_klineage import paper_case
-from pytest_klineage.lab.optimizers.recording import same_class
+from pytest_klineage.lab.optimizers.recording import Rejudged, lacks_instructions, same_class
 from pytest_klineage.records import Code, Interval, Reason, Timing, Verdict
 
 EDGE = {"error": 13.0, "bound": 12.0}
@@ -38,3 +40,19 @@ def verdict(code: Code, evidence: dict[str, float] | None = None) -> Verdict:
 )
 def test_right_stays_right_and_wrong_stays_wrong_but_for_an_edge(recorded: Verdict, fresh: Verdict, same: bool) -> None:
     assert same_class(recorded, fresh) is same
+
+
+@pytest.mark.parametrize(
+    ("recorded", "number", "lacks"),
+    [
+        (Code.ACCEPTED_FASTER, signal.SIGILL, True),
+        (Code.MISMATCH, signal.SIGILL, True),
+        (Code.ACCEPTED_FASTER, signal.SIGSEGV, False),
+        (Code.CRASH, signal.SIGILL, False),
+    ],
+)
+def test_a_kernel_of_another_processor_is_no_disagreement(recorded: Code, number: int, lacks: bool) -> None:
+    right = Rejudged(step=1, recorded=verdict(Code.ACCEPTED_SAME), verdict=verdict(Code.ACCEPTED_FASTER))
+    ended = Rejudged(step=2, recorded=verdict(recorded), verdict=verdict(Code.CRASH, {"signal": number}))
+    assert lacks_instructions([right, ended]).startswith("step 2") == lacks
+    assert lacks_instructions([right]) == ""
