@@ -1,8 +1,8 @@
 // Grouped product for sm_90a in bf16 and fp16: rows of a[M,K] up to ends[0] times b[0], from there to ends[1] times b[1], and
 // so on; b[G,K,N] row-major, ends on the device. The loops are the core's; tiles never cross an end.
 //
-// Two CTAs that share b take two tiles of rows. A group's last odd tile of rows is a strip of pairs along N instead, which
-// share a: else every second group of 128 rows' multiples would leave a CTA without work.
+// Two CTAs that share b take two tiles of rows. The last tile of a group with an odd number of them is shared along N
+// instead (a strip): there both have the same rows of a, and columns of b of their own.
 //
 // Every CTA walks the groups itself, so no kernel runs before this one. A tile reads rows beyond its end like all others,
 // but stores only its own: boxes of 16 rows that lie before the end by TMA, the one that the end divides by its warp.
@@ -71,7 +71,7 @@ __device__ __forceinline__ void Grouped::produce(const Call &x, const Schedule<C
             const uint32_t to = base + ring.stage * C::kStageBytes, barrier = full + 8 * ring.stage;
             mbarrier_wait(empty + 8 * ring.stage, ring.phase ^ 1);
             mbarrier_arrive_expect(barrier, C::kStageBytes);
-            if constexpr (C::kShareB == 2) {
+            if constexpr (Groups<C>::kStrips) {
                 constexpr int kHalf = C::kM / 2;
                 if (groups.strip) {
                     tma_load_2d_multicast(to + my.part_b * kHalf * kRow, &x.a, barrier, k, at.x + my.part_b * kHalf, same_b);
@@ -137,6 +137,7 @@ __device__ __forceinline__ void store_before(const Call &x, uint32_t staging, in
 
 template <class C, class O>
 __device__ __forceinline__ void Grouped::consume(const Call &x, const Schedule<C> &my, uint32_t base, uint32_t full, uint32_t empty) {
+    static_assert(C::kShareB <= 2, "a strip has two CTAs, and the box of a is a part of its tile for each");
     static_assert(C::kShareA == 1 && C::kMajorA == 0 && C::kMajorB == 1, "row-major operands, of which b is shared");
     static_assert(C::kBlocksM == 1 && C::kBoxN == 64 && C::kGroups * C::kStaged == C::kBoxes, "a warp has one row of whole boxes");
     const int part = threadIdx.x / 128, warp = threadIdx.x / 32;
