@@ -1,8 +1,10 @@
 """Which point the arms blind and card take for each row, which kernel the arm expert: the fastest of short judgements.
 
 pytest suites/flaggems/test_sweep.py --platform sm90 --for 9 [--klineage-method blind] [-k "09- or 10-"]
+pytest suites/flaggems/test_sweep.py --platform sm90 --klineage-executor batch:DIR      # on a GPU elsewhere
 
 A judgement ends once its interval excludes the arm's best, or after a second; points of a row share FlagGems' process.
+Elsewhere all points are asked for at once, so there it ends once the interval excludes FlagGems' time.
 The same command goes on where the last one stopped: points that are in results/runs/flaggems/sweep-<platform>.jsonl are
 not judged again. The verdicts with their samples lie beside it, and choices-<platform>.json; test_flaggems.py judges
 what was chosen in another run, with other inputs, and only its times are reported. A point that fails is data.
@@ -30,9 +32,9 @@ SHORT = {"precision": 0.02, "seeds": 1}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each row, arm and point; none without --for, on a CPU, or of cards where there are none."""
+    """One test for each row, arm and point; none without --for or an executor, on a CPU, or of cards that are not."""
     session = metafunc.config.stash[SESSION_KEY]
-    asked = session.platform != "cpu" and metafunc.config.getoption("--for")
+    asked = session.platform != "cpu" and (metafunc.config.getoption("--for") or session.elsewhere)
     arms = session.methods if "method" in session.settings.given else SWEPT
     found = [
         (row, arm, i) for row in ROWS if asked for arm in SWEPT if arm in arms
@@ -93,7 +95,8 @@ def test_point(
     source = at_point(row, arm, points_of(arm, row)[position], f"{arm}{position}")
     skip_unless_due(swept, device, row, f"{arm}{position}", source.digest, until)
     case = row.case(klineage_session.platform, "flaggems", arm)
-    verdict = short_gate.judge(case, source, screen_against=best_so_far(on_device(read(swept), device), row, arm))
+    known_best = 1.0 if klineage_session.elsewhere else best_so_far(on_device(read(swept), device), row, arm)
+    verdict = short_gate.judge(case, source, screen_against=known_best)
     # Not among the runs: a report shows what was chosen, from its own run.
     with swept.with_name(f"sweep-{klineage_session.platform}-verdicts.jsonl").open("ab") as file:
         file.write(to_json(verdict) + b"\n")
