@@ -149,7 +149,7 @@ def _judge_here(folder: BatchFolder, platform: str, seconds: float | None, argum
     try:
         judge_folder(
             folder, platform, seconds=seconds, cache_dir=arguments.cache_dir, name=arguments.name, tell=say,
-            goes_on=parent_is_there(STDIN),
+            goes_on=parent_is_there(STDIN), shared=arguments.share > 1,
         )  # fmt: skip
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -180,6 +180,7 @@ def _start_judges(arguments: argparse.Namespace, platform: str, seconds: float |
     _catch_signals()
     started = time.monotonic()
     command = [sys.executable, "-m", "pytest_klineage", "judge", str(arguments.folder), "--platform", platform]
+    command += ["--share", str(arguments.share)]
     command += ["--cache-dir", str(arguments.cache_dir)] if arguments.cache_dir else []
     running = []
     try:

@@ -21,13 +21,15 @@ from pytest_klineage.executors.batch import ARTIFACTS, BatchFolder
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings, default_cache_dir
-from pytest_klineage.records import KernelSource, Verdict
-from pytest_klineage.records.judging import JudgeReply, JudgeRequest
+from pytest_klineage.records import Code, KernelSource, Verdict
+from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 FIRST_GUESS_S = 8.0
 """What a judgement is taken to last before one has been made."""
 GRACE_S = 3.0
 """Time kept for ending processes; a judgement that is still under way then is given up and left open."""
+NO_MEMORY = (Code.SKIPPED_MEMORY, Code.OUT_OF_MEMORY)
+"""Verdicts that say something about a GPU only to whom it belongs alone."""
 Tell = Callable[[str], None]
 Wanted = tuple[JudgeRequest, KernelSource]
 _BUILDERS: list[Gate] = []
@@ -49,18 +51,19 @@ class JudgeSummary(msgspec.Struct, frozen=True):
 
 def judge_folder(
     folder: BatchFolder, platform: str, *, seconds: float | None = None, cache_dir: Path | None = None,
-    name: str = "", tell: Tell | None = None, goes_on: Callable[[], bool] = lambda: True,
+    name: str = "", tell: Tell | None = None, goes_on: Callable[[], bool] = lambda: True, shared: bool = False,
 ) -> JudgeSummary:  # fmt: skip
     """Judge every open request of a platform on this process's device.
 
     seconds: time limit; no judgement is begun that is not expected to end before, and one that does not is left open.
+    shared: whether other judges use the device too, so that missing memory is a fault of the machine's.
     goes_on: asked before each request; False ends the judge. Raises KlineageError when the machine cannot judge at
     all; KeyboardInterrupt leaves the request that was under way open.
     """
     # Absolute: the processes that load kernels have other working directories.
     artifacts = folder.artifacts.absolute() if folder.artifacts is not None else None
     local = GateSettings(cache_dir=(cache_dir or default_cache_dir()).absolute(), artifacts=artifacts)
-    judge = _FolderJudge(folder, LocalExecutor(platform, local), platform, seconds, name or platform, tell)
+    judge = _FolderJudge(folder, LocalExecutor(platform, local), platform, seconds, name or platform, tell, shared)
     try:
         folder.note_machine(judge.executor.machine())
         with _alarm(seconds):
@@ -148,9 +151,9 @@ class _FolderJudge:
 
     def __init__(
         self, folder: BatchFolder, executor: LocalExecutor, platform: str, seconds: float | None, name: str,
-        tell: Tell | None,
+        tell: Tell | None, shared: bool,
     ) -> None:  # fmt: skip
-        self.folder, self.executor, self.platform, self.name = folder, executor, platform, name
+        self.folder, self.executor, self.platform, self.name, self.shared = folder, executor, platform, name, shared
         self.judged, self.faults, self.in_time = 0, 0, True
         self._end = None if seconds is None else time.monotonic() + seconds - GRACE_S
         self._longest_s = 0.0
@@ -189,6 +192,8 @@ class _FolderJudge:
         try:
             started = time.monotonic()
             reply = self.executor.judge(request)
+            if self.shared:
+                reply = blaming_the_machine(reply)
             self.folder.answer(reply)
         finally:
             claim.release()
@@ -207,6 +212,17 @@ class _FolderJudge:
             self.executor.close()
             text = f"no verdict: {reply.fault.message.splitlines()[0]}" if reply.fault is not None else "no verdict"
         self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {text} ({spent_s:.1f} s)")
+
+
+def blaming_the_machine(reply: JudgeReply) -> JudgeReply:
+    """Of a judge that shares its GPU: a verdict of missing memory as a fault, since others may have taken it."""
+    if reply.verdict is None or reply.verdict.code not in NO_MEMORY:
+        return reply
+    why = "; ".join(reason.message for reason in reply.verdict.reasons)
+    message = f"no memory was left on a GPU that several judges share; judge it with --share 1 and --retry: {why}"
+    machine = reply.verdict.machine
+    fault = MachineFault(code=FaultCode.HARNESS, message=message, device=machine.device_uuid if machine else "")
+    return JudgeReply(request=reply.request, fault=fault)
 
 
 def verdict_text(verdict: Verdict) -> str:

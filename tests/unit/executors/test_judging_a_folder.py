@@ -25,7 +25,7 @@ from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.operators import make_case
-from pytest_klineage.records import Code
+from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
 from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
@@ -279,6 +279,16 @@ def test_a_fault_of_the_machine_is_left_to_another_call(
     assert (folder.counts().open, folder.counts().faults) == (1, 1)
     assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
     assert folder.lookup(request).attempt == 2  # type: ignore[union-attr]  # it was judged one line above
+
+
+def test_memory_that_other_judges_may_have_taken_is_no_verdict(folder: BatchFolder, ask: Ask, cache: Path) -> None:
+    text = SourceFile("kernel.py", "def run(*tensors):\n    raise MemoryError\n")
+    request = ask(source=KernelSource(surface=Surface.PYTHON, files=(text,), entry="run", label="hungry"))
+    folder.submit(request)
+    assert judge_folder(folder, "cpu", cache_dir=cache, shared=True).faults == 1
+    assert folder.counts().open == 1
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
+    assert verdict_of(folder, request).code is Code.OUT_OF_MEMORY
 
 
 def test_artifacts_that_were_built_ahead_are_used(folder: BatchFolder, ask: Ask, cache: Path, tmp_path: Path) -> None:
