@@ -1,0 +1,256 @@
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "klineage.h"
+
+namespace {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kThreads = 288, kStages = 4;
+constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileK * kTileN * 2, kStageBytes = kBytesA + kBytesB;
+constexpr int kBlockB = kTileK * 128;  // bytes of one block of 64 columns
+constexpr int kBoxBytes = 64 * 128, kSlots = 2;  // output staging: boxes of 64 rows x 64 columns, a ring of kSlots per consumer group
+constexpr int kStagingBytes = 2 * kSlots * kBoxBytes;
+constexpr int kSharedBytes = 1024 + kStages * kStageBytes + kStagingBytes + kStages * 16;
+static_assert(kTileN / 64 % kSlots == 0, "every tile starts at slot 0");
+static_assert(kSharedBytes <= 232448, "shared memory of a block");
+constexpr int kCluster = 2;
+
+constexpr int kGroup = 8;  // cluster rows of a raster band: 128 CTAs cover about 2048 x 2048 of C at a time
+
+// Tiles in bands of kGroup rows, column by column inside a band: a permutation of all (rows x columns) tiles.
+__device__ __forceinline__ int2 tile_at(int index, int rows, int columns) {
+    const int band = index / (kGroup * columns), inside = index % (kGroup * columns), height = min(kGroup, rows - band * kGroup);
+    return make_int2(band * kGroup + inside % height, inside / height);
+}
+
+__device__ __forceinline__ uint32_t smem_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
+                 ::"r"(dst), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+// The same box lands at the same shared address, and signals the same barrier, in every CTA of the cluster that `ctas` names.
+__device__ __forceinline__ void tma_load_3d_multicast(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int x, int y, int z, uint16_t ctas) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                 " [%0], [%1, {%3, %4, %5}], [%2], %6;"
+                 ::"r"(dst), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(ctas) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t cta) {
+    asm volatile("{ .reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(cta) : "memory");
+}
+
+__device__ __forceinline__ void tma_store_3d(const CUtensorMap *map, uint32_t src, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+                 ::"l"(map), "r"(src), "r"(x), "r"(y), "r"(z) : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most kPending of this thread's committed stores still read shared memory.
+template <int kPending>
+__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory"); }
+__device__ __forceinline__ void store_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void store_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return *reinterpret_cast<const uint32_t *>(&pair);
+}
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 ::"r"(address), "r"(x0), "r"(x1), "r"(x2), "r"(x3) : "memory");
+}
+
+// Shared-memory matrix descriptor with 128-byte swizzle. A (K-major): 8-row groups stride_bytes apart, `leading` unused.
+// B (N-major, transposed by the instruction): 64-column blocks leading_bytes apart, 8-row groups of k stride_bytes apart.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
+    return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+// Eight accumulators as operands.
+#define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d[64x256] (+)= A[64x16] B[16x256]; A K-major, B N-major, both in shared memory.
+__device__ __forceinline__ void wgmma_64x256x16(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+        "%128, %129, p, 1, 1, 0, 1; }"
+        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56),
+          ACC8(64), ACC8(72), ACC8(80), ACC8(88), ACC8(96), ACC8(104), ACC8(112), ACC8(120)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// Keeps the compiler from reading accumulators before the wait that completes them.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+gemm(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const __grid_constant__ CUtensorMap map_c,
+     int m, int n, int k) {
+    extern __shared__ uint8_t smem[];
+    const uint32_t base = (smem_address(smem) + 1023) & ~1023u, staging = base + kStages * kStageBytes;
+    const uint32_t full = staging + kStagingBytes, empty = full + kStages * 8;
+    const int tid = threadIdx.x, steps = k / kTileK;
+    const int rank = blockIdx.x % kCluster, first = blockIdx.x / kCluster, stride = gridDim.x / kCluster;
+    const int rows = m / (kTileM * kCluster), columns = n / kTileN;
+    if (tid == 0) {
+        for (int s = 0; s < kStages; ++s) barrier_init(full + 8 * s, 1), barrier_init(empty + 8 * s, 2 * kCluster);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_sync();
+    int s = 0;
+    uint32_t phase = 0;  // flips each time the ring wraps; carried across tiles
+    auto advance = [&] {
+        if (++s == kStages) s = 0, phase ^= 1;
+    };
+    if (tid == 256) {
+        for (int t = first; t < rows * columns; t += stride) {
+            const int2 tile = tile_at(t, rows, columns);
+            for (int step = 0; step < steps; ++step, advance()) {
+                const uint32_t to_a = base + s * kStageBytes;
+                barrier_wait(empty + 8 * s, phase ^ 1);
+                barrier_expect(full + 8 * s, kStageBytes);
+                tma_load_3d(to_a, &map_a, full + 8 * s, 0, (tile.x * kCluster + rank) * kTileM, step);
+                tma_load_3d_multicast(to_a + kBytesA + rank * (kBytesB / kCluster), &map_b, full + 8 * s, 0, step * kTileK,
+                                      tile.y * (kTileN / 64) + rank * (kTileN / 64 / kCluster), (1 << kCluster) - 1);
+            }
+        }
+    }
+    const int group = tid / 128, warp = tid % 128 / 32, lane = tid % 32;
+    const bool leader = tid % 128 == 0;
+    const uint32_t boxes = staging + group * (kSlots * kBoxBytes), to_row = boxes + (warp * 16 + lane % 16) * 128;
+    float sum[kTileN / 2];
+    if (tid < 256) for (int t = first; t < rows * columns; t += stride) {
+        const int2 tile = tile_at(t, rows, columns);
+        const int row0 = (tile.x * kCluster + rank) * kTileM + group * 64, block0 = tile.y * (kTileN / 64);
+        for (int step = 0; step < steps; ++step, advance()) {
+            barrier_wait(full + 8 * s, phase);
+            const uint32_t tile_a = base + s * kStageBytes, tile_b = tile_a + kBytesA;
+            const uint64_t desc_a = matrix_descriptor(tile_a + group * 64 * 128, 16, 1024), desc_b = matrix_descriptor(tile_b, kBlockB, 1024);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kTileK / 16; ++i) wgmma_64x256x16(sum, desc_a + i * 2, desc_b + i * 128, step | i);
+            wgmma_commit();
+            if (step == 0) continue;
+            wgmma_wait<1>();
+            if (tid % 128 < kCluster) barrier_arrive_at(empty + 8 * ((s + kStages - 1) % kStages), tid % 128);
+        }
+        wgmma_wait<0>();
+        pin(sum);
+        if (tid % 128 < kCluster) barrier_arrive_at(empty + 8 * ((s + kStages - 1) % kStages), tid % 128);
+#pragma unroll
+        for (int box = 0; box < kTileN / 64; ++box) {
+            const uint32_t slot = (box % kSlots) * kBoxBytes;
+            if (leader) store_wait_read<kSlots - 1>();  // the store that last used this slot has read it
+            group_sync(group);
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                const int x = (box * 8 + i) * 4;
+                stmatrix_x4(to_row + slot + (((i + lane / 16) ^ (lane % 8)) * 16), pack(sum[x], sum[x + 1]), pack(sum[x + 2], sum[x + 3]),
+                            pack(sum[x + 4], sum[x + 5]), pack(sum[x + 6], sum[x + 7]));
+            }
+            store_fence();  // by every writer, before the barrier
+            group_sync(group);
+            if (leader) {
+                tma_store_3d(&map_c, boxes + slot, 0, row0, block0 + box);
+                store_commit();
+            }
+        }
+        __syncwarp();
+    }
+    if (tid < 256 && leader) store_wait_all();
+    __syncwarp();
+    cluster_sync();  // nobody leaves while a peer may still signal its barriers
+}
+
+// Why this call is refused, or nullptr.
+const char *refusal(const klineage_call *call) {
+    if (call->num_inputs != 2 || call->num_outputs != 1) return "gemm reads a and b and writes c";
+    const klineage_tensor &a = call->inputs[0], &b = call->inputs[1], &c = call->outputs[0];
+    for (const klineage_tensor *t : {&a, &b, &c})
+        if (t->dtype != KLINEAGE_BFLOAT16 || t->num_dims != 2 || t->stride[1] != 1 || t->stride[0] != t->shape[1])
+            return "gemm: contiguous row-major bf16 matrices only";
+    for (const klineage_tensor *t : {&a, &b, &c})
+        if (reinterpret_cast<uintptr_t>(t->data) % 16) return "gemm: matrices must be 16-byte aligned";
+    if (b.shape[0] != a.shape[1] || c.shape[0] != a.shape[0] || c.shape[1] != b.shape[1]) return "gemm: shapes do not match";
+    if (a.shape[0] % (kTileM * kCluster) || b.shape[1] % kTileN || a.shape[1] % kTileK) return "gemm: M must be a multiple of 256, N of 256, K of 64";
+    return nullptr;
+}
+
+// A map of a row-major bf16 matrix as [columns/64][rows][64], so that one box is a swizzled stack of 64-column blocks.
+CUtensorMap tensor_map(const klineage_tensor &t, uint32_t box_rows, uint32_t box_blocks) {
+    static const auto encode = [] {
+        void *entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    const cuuint64_t dims[3] = {64, cuuint64_t(t.shape[0]), cuuint64_t(t.shape[1] / 64)}, strides[2] = {cuuint64_t(t.stride[0] * 2), 128};
+    const cuuint32_t box[3] = {64, box_rows, box_blocks}, steps[3] = {1, 1, 1};
+    CUtensorMap map;
+    encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return map;
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    const char *why = refusal(call);
+    KLINEAGE_REQUIRE(call, why == nullptr, why);
+    const int m = int(call->inputs[0].shape[0]), n = int(call->inputs[1].shape[1]), k = int(call->inputs[0].shape[1]);
+    const CUtensorMap map_c = tensor_map(call->outputs[0], 64, 1);
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    const CUtensorMap map_a = tensor_map(call->inputs[0], kTileM, 1), map_b = tensor_map(call->inputs[1], kTileK, kTileN / 64 / kCluster);
+    cudaFuncSetAttribute(gemm, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {kCluster, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(min(128, m / kTileM * (n / kTileN)));
+    config.blockDim = dim3(kThreads);
+    config.dynamicSmemBytes = kSharedBytes;
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    cudaLaunchKernelEx(&config, gemm, map_a, map_b, map_c, m, n, k);
+    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "gemm: the launch failed");
+    return 0;
+}
