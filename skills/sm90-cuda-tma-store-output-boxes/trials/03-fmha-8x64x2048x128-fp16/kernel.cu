@@ -1,0 +1,391 @@
+#include <cuda.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "klineage.h"
+
+namespace {
+
+constexpr int kDim = 128;
+constexpr int kRows = 128, kKeys = 128, kStages = 2, kThreads = 384;
+constexpr int kCluster = 2;            // CTAs with adjacent query tiles of one head; each fetches one half of every K and V tile for all
+constexpr int kBoxBytes = 64 * 128;    // an output box: 64 rows of 64 dimensions
+constexpr int kHalfTile = 128 * 128, kTileBytes = 2 * kHalfTile;  // a tile: 128 rows, two blocks of 64 dimensions
+constexpr int kSharedBytes = 1024 + (1 + 2 * kStages) * kTileBytes + 4 * kBoxBytes + 8 * (2 + 4 * kStages);
+static_assert(kCluster * kHalfTile == kTileBytes, "each CTA of a cluster fetches one block of 64 dimensions");
+
+// A position in a ring of kStages tiles; the phase flips each time the ring wraps.
+struct Ring {
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+};
+
+__device__ __forceinline__ uint32_t smem_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives at the barrier of the same offset in CTA `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile("{ .reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote]; }" ::"r"(barrier), "r"(rank) : "memory");
+}
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\n"
+                 "barrier.cluster.wait.acquire;" ::: "memory");
+}
+__device__ __forceinline__ void group_sync(int barrier) { asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory"); }
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile("{ .reg .pred done;\n"
+                 "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again; }" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_4d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int d, int token, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 ::"r"(dst), "l"(map), "r"(barrier), "r"(d), "r"(token), "r"(head), "r"(batch) : "memory");
+}
+
+// Asks for one tile of 128 rows: two blocks of 64 dimensions, rows past the end filled with zeros.
+__device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, int token, int head, int batch) {
+    barrier_expect(barrier, kTileBytes);
+    tma_load_4d(tile, map, barrier, 0, token, head, batch);
+    tma_load_4d(tile + kHalfTile, map, barrier, 64, token, head, batch);
+}
+
+// Asks for a tile that the cluster shares: this CTA fetches block `rank` of 64 dimensions for all, the peers fetch the rest.
+__device__ __forceinline__ void load_shared_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, int rank, int token, int head, int batch) {
+    barrier_expect(barrier, kTileBytes);
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;"
+                 ::"r"(tile + rank * kHalfTile), "l"(map), "r"(barrier), "r"(rank * 64), "r"(token), "r"(head), "r"(batch),
+                 "h"(uint16_t((1 << kCluster) - 1)) : "memory");
+}
+
+// Sends one box to global memory; rows past the end are dropped.
+__device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t src, int d, int token, int head, int batch) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(map), "r"(src), "r"(d), "r"(token), "r"(head), "r"(batch) : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Shared-memory matrix descriptor with 128-byte swizzle. Q and K (d contiguous): 8-row groups stride_bytes apart, `leading` unused.
+// V (transposed by the instruction): blocks of 64 dimensions leading_bytes apart, groups of 8 keys stride_bytes apart.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t leading_bytes, uint32_t stride_bytes) {
+    return uint64_t((address & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory"); }
+
+// Eight accumulators as operands.
+#define ACC8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+
+// d[64x128] (+)= Q[64x16] K[128x16]^T; both K-major in shared memory.
+__device__ __forceinline__ void wgmma_scores(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, 0, 0; }"
+        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56)
+        : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// d[64x128] (+)= P[64x16] V[16x128]; P in registers, V with its dimensions contiguous.
+__device__ __forceinline__ void wgmma_values(float (&d)[64], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b, int accumulate) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, p, 1, 1, 1; }"
+        : ACC8(0), ACC8(8), ACC8(16), ACC8(24), ACC8(32), ACC8(40), ACC8(48), ACC8(56)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(accumulate));
+}
+
+// Keeps the compiler from reading accumulators before the wait that completes them.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&x)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+
+__device__ __forceinline__ uint32_t pack(float lo, float hi) {
+    const half2 h = __floats2half2_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t *>(&h);
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// A thread's share of two score rows (lane / 4 and lane / 4 + 8): their reference maxima (base-2 units) and sums.
+struct Softmax {
+    float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f}, shrink[2];
+
+    // Raw scores in, probabilities out; true when earlier outputs must be multiplied by `shrink`.
+    __device__ __forceinline__ bool step(float (&score)[kKeys / 2], float scale) {
+        float raised[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float high = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < kKeys / 8; ++j) high = fmaxf(high, fmaxf(score[4 * j + 2 * i], score[4 * j + 2 * i + 1]));
+            high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+            raised[i] = fmaxf(top[i], fmaxf(high, __shfl_xor_sync(~0u, high, 2)) * scale);
+        }
+        // An old maximum stays the reference until a new one exceeds it by 2^8: fp16 probabilities reach 256 at most, and the factor
+        // cancels in the division by the sum.
+        const bool rescale = __any_sync(~0u, raised[0] > top[0] + 8.f || raised[1] > top[1] + 8.f);
+        if (rescale) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                shrink[i] = exp2_fast(top[i] - raised[i]);
+                top[i] = raised[i];
+                total[i] *= shrink[i];
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                score[4 * j + e] = exp2_fast(score[4 * j + e] * scale - top[e / 2]);
+                total[e / 2] += score[4 * j + e];
+            }
+        return rescale;
+    }
+
+    __device__ __forceinline__ float inverse(int i) const {
+        float sum = total[i] + __shfl_xor_sync(~0u, total[i], 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        return 1.f / sum;
+    }
+};
+
+// Keys past the end of the sequence get no weight.
+__device__ __forceinline__ void mask_tail(float (&score)[kKeys / 2], int keys, int lane) {
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i)
+        if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= keys) score[i] = -INFINITY;
+}
+
+// `tiles` counts cluster tiles: kCluster adjacent row tiles of one head.
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+fmha(const __grid_constant__ CUtensorMap map_q, const __grid_constant__ CUtensorMap map_k, const __grid_constant__ CUtensorMap map_v,
+     const __grid_constant__ CUtensorMap map_o, int heads, int tokens, int tiles, float scale) {
+    extern __shared__ uint8_t smem[];
+    const uint32_t tile_q = (smem_address(smem) + 1023) & ~1023u, ring_k = tile_q + kTileBytes, ring_v = ring_k + kStages * kTileBytes;
+    const uint32_t staging = ring_v + kStages * kTileBytes;  // two output boxes for each consumer warpgroup
+    const uint32_t q_full = staging + 4 * kBoxBytes, q_empty = q_full + 8;
+    const uint32_t k_full = q_empty + 8, v_full = k_full + 8 * kStages, k_empty = v_full + 8 * kStages, v_empty = k_empty + 8 * kStages;
+    const int tid = threadIdx.x, blocks = (tokens + kKeys - 1) / kKeys;
+    const int row_groups = (tokens + kCluster * kRows - 1) / (kCluster * kRows), rank = blockIdx.x % kCluster;
+    if (tid == 0) {
+        barrier_init(q_full, 1), barrier_init(q_empty, 2);
+        for (int s = 0; s < kStages; ++s) {
+            barrier_init(k_full + 8 * s, 1), barrier_init(v_full + 8 * s, 1);
+            barrier_init(k_empty + 8 * s, 2 * kCluster), barrier_init(v_empty + 8 * s, 2 * kCluster);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    cluster_sync();  // the barriers of all CTAs are there
+    Ring k, v;
+    if (tid >= 256) {  // the producer warpgroup: one thread works
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        if (tid == 256) {
+            uint32_t q_phase = 1;
+            for (int t = blockIdx.x / kCluster; t < tiles; t += gridDim.x / kCluster, q_phase ^= 1) {
+                const int q0 = (t % row_groups * kCluster + rank) * kRows, h = t / row_groups % heads, b = t / row_groups / heads;
+                barrier_wait(q_empty, q_phase);
+                load_tile(tile_q, &map_q, q_full, q0, h, b);
+                for (int j = 0; j <= blocks; ++j) {  // K runs one block ahead of V, in the order of use
+                    if (j < blocks) {
+                        barrier_wait(k_empty + 8 * k.stage, k.phase ^ 1);  // free in all CTAs of the cluster
+                        load_shared_tile(ring_k + k.stage * kTileBytes, &map_k, k_full + 8 * k.stage, rank, j * kKeys, h, b);
+                        k.advance();
+                    }
+                    if (j > 0) {
+                        barrier_wait(v_empty + 8 * v.stage, v.phase ^ 1);
+                        load_shared_tile(ring_v + v.stage * kTileBytes, &map_v, v_full + 8 * v.stage, rank, (j - 1) * kKeys, h, b);
+                        v.advance();
+                    }
+                }
+            }
+        }
+        __syncwarp();
+        cluster_sync();  // no CTA leaves while a peer may still signal it
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    const int group = tid / 128, warp = tid % 128 / 32, lane = tid % 32;
+    float score[kKeys / 2], out[kDim / 2];
+    uint32_t p[kKeys / 4], q_phase = 0;
+    Softmax softmax;
+    auto scores = [&] {  // score = Q K^T, asynchronously
+        barrier_wait(k_full + 8 * k.stage, k.phase);
+        const uint64_t desc_q = matrix_descriptor(tile_q + group * 64 * 128, 16, 1024), desc_k = matrix_descriptor(ring_k + k.stage * kTileBytes, 16, 1024);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kDim / 16; ++i) {
+            const int step = i / 4 * (kHalfTile / 16) + i % 4 * 2;
+            wgmma_scores(score, desc_q + step, desc_k + step, i);
+        }
+        wgmma_commit();
+    };
+    auto values = [&](int j) {  // out (+)= P V, asynchronously
+        barrier_wait(v_full + 8 * v.stage, v.phase);
+        const uint64_t desc_v = matrix_descriptor(ring_v + v.stage * kTileBytes, kHalfTile, 1024);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kKeys / 16; ++i) wgmma_values(out, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], desc_v + i * 128, j | i);
+        wgmma_commit();
+    };
+    auto release = [&](uint32_t empty, Ring &ring) {
+        if (tid % 128 < kCluster) barrier_arrive_at(empty + 8 * ring.stage, tid % 128);
+        ring.advance();
+    };
+    for (int t = blockIdx.x / kCluster; t < tiles; t += gridDim.x / kCluster, q_phase ^= 1) {
+        const int q0 = (t % row_groups * kCluster + rank) * kRows, h = t / row_groups % heads, b = t / row_groups / heads;
+        barrier_wait(q_full, q_phase);
+        scores();
+        wgmma_wait<0>();
+        pin(score);
+        release(k_empty, k);
+        if (tokens < kKeys) mask_tail(score, tokens, lane);
+        softmax = Softmax();
+        softmax.step(score, scale);
+#pragma unroll
+        for (int i = 0; i < kKeys / 4; ++i) p[i] = pack(score[2 * i], score[2 * i + 1]);
+        for (int j = 1; j < blocks; ++j) {
+            scores();
+            values(j - 1);
+            wgmma_wait<1>();  // the scores are there; the values of block j - 1 are still being added
+            pin(score);
+            release(k_empty, k);
+            if (tokens - j * kKeys < kKeys) mask_tail(score, tokens - j * kKeys, lane);
+            const bool rescale = softmax.step(score, scale);  // under the product of block j - 1
+            wgmma_wait<0>();
+            pin(out);
+            release(v_empty, v);
+            if (rescale) {
+#pragma unroll
+                for (int i = 0; i < 64; ++i) out[i] *= softmax.shrink[i / 2 % 2];
+            }
+#pragma unroll
+            for (int i = 0; i < kKeys / 4; ++i) p[i] = pack(score[2 * i], score[2 * i + 1]);
+        }
+        if (tid % 128 == 0) barrier_arrive(q_empty);  // the next Q may come in
+        values(blocks - 1);
+        const float inverse[2] = {softmax.inverse(0), softmax.inverse(1)};
+        store_wait_read();  // the boxes of the tile before have been read (only the storing thread has any)
+        group_sync(1 + group);
+        wgmma_wait<0>();
+        pin(out);
+        release(v_empty, v);
+        const uint32_t boxes = staging + group * 2 * kBoxBytes;
+        const int r = warp * 16 + lane % 16, side = lane / 16;
+#pragma unroll
+        for (int box = 0; box < 2; ++box)
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                const int x = box * 32 + 4 * i;  // 8-column groups i and i + 1, rows 0-7 and 8-15 of the warp
+                stmatrix_x4(boxes + box * kBoxBytes + r * 128 + ((i + side) ^ (r % 8)) * 16,
+                            pack(out[x] * inverse[0], out[x + 1] * inverse[0]), pack(out[x + 2] * inverse[1], out[x + 3] * inverse[1]),
+                            pack(out[x + 4] * inverse[0], out[x + 5] * inverse[0]), pack(out[x + 6] * inverse[1], out[x + 7] * inverse[1]));
+            }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        group_sync(1 + group);
+        if (tid % 128 == 0) {
+            tma_store_4d(&map_o, boxes, 0, q0 + group * 64, h, b);
+            tma_store_4d(&map_o, boxes + kBoxBytes, 64, q0 + group * 64, h, b);
+            store_commit();
+        }
+    }
+    store_wait_read();
+    __syncwarp();
+    cluster_sync();  // no CTA leaves while a peer may still signal it
+}
+
+// Why this call is refused, or nullptr.
+const char *refusal(const klineage_call *call) {
+    if (call->num_inputs != 3 || call->num_outputs != 1) return "fmha reads q, k, v and writes o";
+    for (const klineage_tensor *t : {&call->inputs[0], &call->inputs[1], &call->inputs[2], &call->outputs[0]}) {
+        if (t->dtype != KLINEAGE_FLOAT16 || t->num_dims != 4 || t->shape[3] != kDim) return "fmha: fp16 [B,H,S,128] only";
+        if (t->stride[3] != 1 || t->stride[0] % 8 || t->stride[1] % 8 || t->stride[2] % 8 || reinterpret_cast<uintptr_t>(t->data) % 16)
+            return "fmha: rows must be contiguous and 16-byte aligned";
+        if (t->stride[0] <= 0 || t->stride[1] <= 0 || t->stride[2] <= 0) return "fmha: strides must be positive";
+        for (int i = 0; i < 4; ++i)
+            if (t->shape[i] != call->inputs[0].shape[i]) return "fmha: q, k, v and o must have one shape";
+    }
+    const int64_t tokens = call->inputs[0].shape[2];
+    if (tokens < 8 || tokens > 65536 || tokens % 8) return "fmha: 8 to 65536 tokens, a multiple of 8";
+    if (klineage_scalar_value(call, "causal", 0) != 0) return "fmha: non-causal only";
+    return nullptr;
+}
+
+// A map of [B,H,S,128] with the strides of the call; one box is 64 dimensions of `rows` tokens of one head.
+CUtensorMap tensor_map(const klineage_tensor &t, uint32_t rows) {
+    static const auto encode = [] {
+        void *entry = nullptr;
+        cudaDriverEntryPointQueryResult found;
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+    }();
+    const cuuint64_t dims[4] = {cuuint64_t(t.shape[3]), cuuint64_t(t.shape[2]), cuuint64_t(t.shape[1]), cuuint64_t(t.shape[0])};
+    const cuuint64_t strides[3] = {cuuint64_t(t.stride[2] * 2), cuuint64_t(t.stride[1] * 2), cuuint64_t(t.stride[0] * 2)};
+    const cuuint32_t box[4] = {64, rows, 1, 1}, steps[4] = {1, 1, 1, 1};
+    CUtensorMap map;
+    encode(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, t.data, dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return map;
+}
+
+}  // namespace
+
+extern "C" int run(const klineage_call *call) {
+    const char *why = refusal(call);
+    KLINEAGE_REQUIRE(call, why == nullptr, why);
+    const klineage_tensor &q = call->inputs[0];
+    const int batch = int(q.shape[0]), heads = int(q.shape[1]), tokens = int(q.shape[2]);
+    const float scale = float(klineage_scalar_value(call, "scale", 0.08838834764831845)) * 1.4426950408889634f;  // base-2 exponentials
+    const auto stream = static_cast<cudaStream_t>(call->stream);
+    static const int processors = [] {
+        int device = 0, count = 0;
+        cudaGetDevice(&device);
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+        return count;
+    }();
+    const CUtensorMap map_q = tensor_map(q, kRows), map_k = tensor_map(call->inputs[1], kKeys), map_v = tensor_map(call->inputs[2], kKeys);
+    const CUtensorMap map_o = tensor_map(call->outputs[0], 64);
+    const int tiles = (tokens + kCluster * kRows - 1) / (kCluster * kRows) * heads * batch;  // one for each cluster at a time
+    const int clusters = tiles < processors / kCluster ? tiles : processors / kCluster;
+    cudaFuncSetAttribute(fmha, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+    fmha<<<clusters * kCluster, kThreads, kSharedBytes, stream>>>(map_q, map_k, map_v, map_o, heads, tokens, tiles, scale);
+    KLINEAGE_REQUIRE(call, cudaGetLastError() == cudaSuccess, "fmha: the launch failed");
+    return 0;
+}
