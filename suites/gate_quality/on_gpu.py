@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import pytest
@@ -21,6 +22,44 @@ OPERATORS = ("gemm", "conv2d", "topk", "fmha", "gdn")
 """In the order of their cost: when time runs out, the short ones are there."""
 
 Row = TypeVar("Row", bound=msgspec.Struct)
+
+
+class Judged(Protocol):
+    """One judgement of many, as a table keeps it."""
+
+    @property
+    def device_uuid(self) -> str: ...
+
+    @property
+    def judged_at(self) -> str:
+        """When it ended, to the second."""
+
+    @property
+    def seconds(self) -> float:
+        """From its begin to its end."""
+
+
+def ended(row: Judged) -> float:
+    """When a judgement ended, in seconds of the epoch."""
+    return datetime.fromisoformat(row.judged_at).timestamp()
+
+
+def span_s(rows: Sequence[Judged]) -> float:
+    """Seconds from the begin of the first judgement to the end of the last."""
+    return max(map(ended, rows)) - min(ended(row) - row.seconds for row in rows)
+
+
+def at_once(rows: Sequence[Judged]) -> int:
+    """How many judgements of one GPU were under way at the same time, at most; ends are known to a second."""
+    return max(
+        sum(ended(other) - other.seconds + 1 < ended(one) <= ended(other) for other in rows if is_beside(one, other))
+        for one in rows
+    )
+
+
+def is_beside(one: Judged, other: Judged) -> bool:
+    """Whether two judgements were made on the same GPU."""
+    return one.device_uuid == other.device_uuid
 
 
 def gpu_platform(session: KlineageSession) -> str:

@@ -9,12 +9,11 @@ pytest $suite --klineage-executor batch:build/shared         once replies are ba
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from statistics import median
 
 import msgspec
 import pytest
-from on_gpu import OPERATORS, ROOT, gpu_platform, machine_of, with_library
+from on_gpu import OPERATORS, ROOT, at_once, gpu_platform, machine_of, span_s, with_library
 from test_a_a import share, spread
 
 from pytest_klineage import KlineageSession
@@ -53,11 +52,6 @@ class SharedTrial(msgspec.Struct, frozen=True, kw_only=True):
             self.reference_samples_ms, self.candidate_samples_ms, confidence=0.95, starts=self.starts
         )
 
-    @property
-    def ended(self) -> float:
-        """Seconds of the epoch."""
-        return datetime.fromisoformat(self.judged_at).timestamp()
-
 
 def experts(platform: str) -> Iterator[tuple[str, KernelSource]]:
     """The CUDA expert of each operator."""
@@ -77,21 +71,11 @@ def trial_of(verdict: Verdict) -> SharedTrial:
     )  # fmt: skip
 
 
-def at_once(trials: list[SharedTrial]) -> int:
-    """How many judgements of one GPU were under way at the same time, at most; ends are known to a second."""
-    return max(
-        sum(other.ended - other.seconds + 1 < one.ended <= other.ended for other in trials if other.device_uuid == uuid)
-        for uuid in {trial.device_uuid for trial in trials}
-        for one in trials
-        if one.device_uuid == uuid
-    )
-
-
 def report_of(trials: list[SharedTrial], platform: str) -> str:
     """The page with its table."""
     machines = "; ".join(dict.fromkeys(trial.machine for trial in trials))
     gpus = len({trial.device_uuid for trial in trials})
-    span = max(trial.ended for trial in trials) - min(trial.ended - trial.seconds for trial in trials)
+    span = span_s(trials)
     lines = [
         f"# A/A on {platform} where judges share a GPU\n",
         f"{machines}, {min(trial.judged_at for trial in trials)}. Experts against themselves on {gpus} GPUs of one "

@@ -3,7 +3,7 @@
 suite="suites/gate_quality/test_gpu_throughput.py --platform sm90"
 pytest $suite --klineage-executor batch:build/round         asks for 60 screenings; needs no GPU
 pytest-klineage judge build/round --build-only              builds them; needs nvcc and no GPU
-pytest-klineage judge build/round --for 8m                  where the GPU is, or the GPUs
+pytest-klineage judge build/round --share 2 --for 8m        where the GPU is, or the GPUs
 pytest $suite --klineage-executor batch:build/round         once replies are back: makes the table
 
 For other GPUs, or more of them, copy the folder without reply/, fault/ and machine/. Rows of another number of GPUs
@@ -12,18 +12,17 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from datetime import datetime
+from collections.abc import Callable
 from statistics import median
 
 import msgspec
 import pytest
-from on_gpu import gpu_platform, kept_rows, machine_of, results_file
+from on_gpu import at_once, gpu_platform, kept_rows, machine_of, results_file, span_s
 from screened_round import WORKLOADS, the_round, workload_of
 
 from pytest_klineage import KlineageSession
 from pytest_klineage.errors import WaitsForVerdict
-from pytest_klineage.records import Verdict
+from pytest_klineage.records import Code, Verdict
 
 LEAST_A_MINUTE = {1: 20.0, 2: 38.0}
 """Verdicts a minute that are wanted, by number of GPUs of one host."""
@@ -76,15 +75,14 @@ def rows_of(verdicts: list[Verdict]) -> list[ScreenedRow]:
     return sorted((row_of(verdict, len(devices)) for verdict in verdicts), key=lambda row: row.judged_at)
 
 
-def span_s(rows: Iterable[ScreenedRow]) -> float:
-    """Seconds from the begin of a round's first judgement to the end of its last."""
-    ended = [(datetime.fromisoformat(row.judged_at).timestamp(), row.seconds) for row in rows]
-    return max(end for end, _ in ended) - min(end - seconds for end, seconds in ended)
-
-
 def a_minute(rows: list[ScreenedRow]) -> float:
-    """Verdicts a minute of one round."""
-    return 60 * len(rows) / span_s(rows)
+    """Verdicts a minute of one round. Where a case found no memory beside others' there is none."""
+    return 60 * len(judged(rows)) / span_s(rows)
+
+
+def judged(rows: list[ScreenedRow]) -> list[ScreenedRow]:
+    """The rows with a verdict on the kernel."""
+    return [row for row in rows if row.code != Code.SKIPPED_MEMORY]
 
 
 def first_of_case(rows: list[ScreenedRow]) -> set[tuple[str, str]]:
@@ -105,8 +103,8 @@ def report_of(rows: list[ScreenedRow], platform: str) -> str:
         "each screened against the expert's recorded speedup with all checks, by one call of `pytest-klineage judge`. "
         "Seconds run from the begin of the first judgement to the end of the last (judged_at, to the second), the "
         "start of the gate's processes included.\n",
-        "| GPUs of one host | judged on | verdicts | seconds | verdicts a minute | wanted |",
-        "|---|---|---|---|---|---|",
+        "| GPUs of one host | at once on one | judged on | verdicts | seconds | verdicts a minute | wanted |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [round_line(count, found) for count, found in rounds.items()]
     for count, found in rounds.items():
@@ -119,9 +117,10 @@ def round_line(count: int, rows: list[ScreenedRow]) -> str:
     """One round in a line."""
     wanted = f"{LEAST_A_MINUTE[count]:g}"
     if not rows:
-        return f"| {count} | not run | | | | {wanted} |"
+        return f"| {count} | | not run | | | | {wanted} |"
     begun = min(row.judged_at for row in rows)
-    return f"| {count} | {begun} | {len(rows)} | {span_s(rows):.0f} | {a_minute(rows):.1f} | {wanted} |"
+    found = len(judged(rows))
+    return f"| {count} | {at_once(rows)} | {begun} | {found} | {span_s(rows):.0f} | {a_minute(rows):.1f} | {wanted} |"
 
 
 def workload_table(count: int, rows: list[ScreenedRow]) -> list[str]:

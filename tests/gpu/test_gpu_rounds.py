@@ -6,10 +6,12 @@ import random
 from collections import Counter
 
 import msgspec
+import on_gpu
 import pytest
 import recorded_pairs
 import screened_round
 import test_cut as cut
+import test_gpu_shared as shared
 import test_gpu_throughput as throughput
 import test_screening_stages as stages
 
@@ -49,16 +51,45 @@ def test_verdicts_a_minute_of_one_gpu() -> None:
     rows = [screened("gemm", second) for second in range(2, 22, 2)]
     assert throughput.span_s(rows) == 20.0
     table = throughput.report_of(rows, "sm90")
-    assert "| 1 | 2026-11-24T12:00:02+00:00 | 10 | 20 | 30.0 | 20 |" in table
-    assert "| 2 | not run | | | | 38 |" in table
+    assert "| 1 | 1 | 2026-11-24T12:00:02+00:00 | 10 | 20 | 30.0 | 20 |" in table
+    assert "| 2 | | not run | | | | 38 |" in table
     assert "| gemm | 10 | 10 | 10 | 2.00 | 2.00 | 0.50 | 1.50 |" in table
+
+
+def test_a_case_that_found_no_memory_is_no_verdict() -> None:
+    rows = [screened("gemm", second) for second in range(2, 22, 2)]
+    without = [msgspec.structs.replace(rows[0], code="skipped.out_of_memory", speedup=None), *rows[1:]]
+    assert throughput.a_minute(without) == 27.0
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [((2, 4, 6), 1), ((2, 3, 6), 1), ((4, 4, 4), 3)])
+def test_judgements_of_a_gpu_at_once(seconds: tuple[int, ...], expected: int) -> None:
+    """Ends are known to a second: those that lie a second apart may have come one after the other."""
+    own = [screened("gemm", second) for second in seconds]
+    assert on_gpu.at_once([*own, screened("gemm", 4, device="GPU-b")]) == expected
+
+
+def test_the_table_of_judges_that_share_a_gpu() -> None:
+    trials = [
+        shared.SharedTrial(
+            operator=operator, code="accepted.same", seconds=3.0, judged_at=f"2026-11-29T12:00:0{second}+00:00",
+            device_uuid="GPU-a", machine="NVIDIA H200", reference_samples_ms=(1.0, 1.1) * 6,
+            candidate_samples_ms=(faster, faster) * 6, starts=(0, 6),
+        )
+        for operator, second, faster in (("gemm", 4, 1.05), ("topk", 4, 0.5))
+    ]  # fmt: skip
+    table = shared.report_of(trials, "sm90")
+    assert "up to 2 judgements of a GPU at once" in table
+    assert "2 verdicts in 3 s, 40.0 a minute" in table
+    assert "| gemm | 1 | 1 (100.0 %) | 0 |" in table
+    assert "| topk | 1 | 0 (0.0 %) | 0 |" in table
 
 
 def test_the_first_of_a_case_on_each_gpu_is_apart() -> None:
     rows = [screened("gemm", second, gpus=2, device=f"GPU-{second % 2}") for second in range(2, 12)]
     slow = [msgspec.structs.replace(row, overhead_s=8.0) for row in rows[:2]]
     table = throughput.report_of([*slow, *rows[2:]], "sm90")
-    assert "| 1 | not run | | | | 20 |" in table
+    assert "| 1 | | not run | | | | 20 |" in table
     assert "| gemm | 10 | 10 | 10 | 8.50 | 2.00 | 0.50 | 1.50 |" in table
 
 
