@@ -11,7 +11,7 @@ Chains go forward together, a shot each; recorded ones replay with --klineage-ll
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from design import NONE
@@ -19,7 +19,7 @@ from running import Runner, method_of, prompt_digest, task_of
 from written import digest_of, written_design
 
 from pytest_klineage import KlineageSession
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.lab.studies.chains import chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import report
@@ -60,7 +60,10 @@ def test_root(target: str, runner: Runner) -> None:
 @pytest.mark.parametrize("repeat", range(1, DESIGN.repeats + 1))
 @pytest.mark.parametrize("arm", DESIGN.arms)
 @pytest.mark.parametrize("target", DESIGN.targets)
-def test_chain(target: str, arm: str, repeat: int, runner: Runner, request: pytest.FixtureRequest) -> None:
+def test_chain(
+    target: str, arm: str, repeat: int, runner: Runner, request: pytest.FixtureRequest,
+    agree: Callable[[Sequence[Rejudged]], None],
+) -> None:  # fmt: skip
     """A model gets as far as it gets in its shots: only a replay can fail."""
     if runner.models.backend == NONE:
         pytest.skip("asks a language model: --klineage-llm=exchange; or replays what is recorded")
@@ -75,7 +78,7 @@ def test_chain(target: str, arm: str, repeat: int, runner: Runner, request: pyte
         f"{FOLDER}/{arm}/{target}-{repeat}", task, method, settings, steps=DESIGN.shots, budget_usd=DESIGN.budget_usd,
         gate=DESIGN.gate,
     )  # fmt: skip
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_report(runner: Runner, asked: str, write_line: Callable[[str], None]) -> None:

@@ -9,13 +9,13 @@ pytest suites/skill_effect/test_effect.py --platform sm90 -k report --klineage-t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from design import NONE, Design, read_design
 from running import Runner, frozen_now, method_of, task_of
 
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.studies.chains import chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import report
 
@@ -31,7 +31,10 @@ def is_frozen(design: Design) -> bool:
 @pytest.mark.parametrize("repeat", range(1, DESIGN.repeats + 1))
 @pytest.mark.parametrize("arm", DESIGN.arms)
 @pytest.mark.parametrize("target", DESIGN.targets)
-def test_chain(target: str, arm: str, repeat: int, design: Design, runner: Runner, is_frozen: bool) -> None:
+def test_chain(
+    target: str, arm: str, repeat: int, design: Design, runner: Runner, is_frozen: bool,
+    agree: Callable[[Sequence[Rejudged]], None],
+) -> None:  # fmt: skip
     """A model gets as far as it gets in its shots: only a replay can fail."""
     assert is_frozen or runner.models.is_replay, "cards or prompts are not the frozen ones: see test_frozen.py"
     task, cards = task_of(design, target), design.cards(target, arm)
@@ -45,7 +48,7 @@ def test_chain(target: str, arm: str, repeat: int, design: Design, runner: Runne
         f"effect/{arm}/{target}-{repeat}", task, method, settings, steps=design.shots, budget_usd=design.budget_usd,
         gate=design.gate,
     )  # fmt: skip
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_report(design: Design, runner: Runner, write_line: Callable[[str], None]) -> None:

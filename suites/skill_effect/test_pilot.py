@@ -8,13 +8,13 @@ pytest suites/skill_effect/test_pilot.py -k decision --klineage-trajectories DIR
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from design import THRESHOLDS, Design, read_design
 from running import Runner, method_of, task_of
 
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.studies.chains import Chain, chains_below
 from pytest_klineage.lab.studies.pilot import threshold
 
@@ -23,7 +23,9 @@ DESIGN = read_design()
 
 @pytest.mark.parametrize("repeat", range(1, DESIGN.pilot.replies + 1))
 @pytest.mark.parametrize("target", DESIGN.targets)
-def test_pilot(target: str, repeat: int, design: Design, runner: Runner) -> None:
+def test_pilot(
+    target: str, repeat: int, design: Design, runner: Runner, agree: Callable[[Sequence[Rejudged]], None]
+) -> None:
     """One shot of the arm without cards."""
     pilot = design.pilot
     task = task_of(design, target)
@@ -35,7 +37,7 @@ def test_pilot(target: str, repeat: int, design: Design, runner: Runner) -> None
     outcome = runner.run(
         f"pilot/{target}-{repeat}", task, method, settings, steps=1, budget_usd=design.budget_usd, gate=design.gate
     )
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_decision(

@@ -10,7 +10,7 @@ The broken kernel is judged first, and its verdict stands in the prompt. One tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from design import CARDS, NONE, Design, read_design
@@ -18,7 +18,7 @@ from running import REFERENCE, Runner, method_of
 
 from pytest_klineage import GateSettings, KlineageSession
 from pytest_klineage.lab.optimizers.instructions import instructions_for
-from pytest_klineage.lab.optimizers.recording import disagreements
+from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.lab.studies.chains import chains_below
 from pytest_klineage.lab.studies.effect import Study, report
@@ -41,7 +41,9 @@ def test_builds(name: str, design: Design, klineage_session: KlineageSession) ->
 
 @pytest.mark.parametrize("arm", DESIGN.repair.arms)
 @pytest.mark.parametrize("name", DESIGN.repair.kernels)
-def test_repair(name: str, arm: str, design: Design, runner: Runner) -> None:
+def test_repair(
+    name: str, arm: str, design: Design, runner: Runner, agree: Callable[[Sequence[Rejudged]], None]
+) -> None:
     """One shot at the broken kernel, timed against the whole one."""
     case, broken, whole = design.broken(name)
     text = instructions_for(
@@ -57,7 +59,7 @@ def test_repair(name: str, arm: str, design: Design, runner: Runner) -> None:
         f"repair/{arm}/{name}", task, method, settings, steps=1, budget_usd=design.budget_usd, against=whole,
         gate=design.gate | {"run_timeout_s": design.repair.run_timeout_s}, submit_root=True,
     )  # fmt: skip
-    assert not (found := disagreements(outcome.rejudged)), found
+    agree(outcome.rejudged)
 
 
 def test_report(design: Design, runner: Runner, write_line: Callable[[str], None]) -> None:
