@@ -6,7 +6,7 @@
 //   done[stage]  all eight warps have written; the producer starts the store, and reloads the stage before this one, whose store has been read
 // Every thread has kVectors vectors of eight elements of its row, vector i at position i * threads + thread; so it has of weights and bias, which
 // stay in registers. Columns are a multiple of 8, up to 8 * kVectors * threads; vectors past the end are zero, or -inf for softmax.
-// Copies leave L2 first (evict_first): what streams through pushes out no dirty line of others, which would be a write among the reads.
+// Copies leave L2 first (evict_first), so that what streams through need not push out dirty lines of others.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -239,12 +239,15 @@ __device__ void consume(const Rows &p, int tiles, uint4 *stages, uint32_t full, 
 #pragma unroll
             for (int v = 0; v < kVectors; ++v) {
                 if constexpr (kKind != kSoftmax) {
-                    float by[kWide], plus[kWide] = {};
+                    float by[kWide], plus[kWide];
                     if constexpr (kKind == kLayer) stay_packed(weight[v]), stay_packed(bias[v]);  // nine warps have 168 registers a thread
                     unpack<T>(weight[v], by);
                     if constexpr (kKind == kLayer) unpack<T>(bias[v], plus);
 #pragma unroll
-                    for (int i = 0; i < kWide; ++i) values[v][i] = values[v][i] * by[i] + plus[i];
+                    for (int i = 0; i < kWide; ++i) {
+                        if constexpr (kKind == kLayer) values[v][i] = values[v][i] * by[i] + plus[i];
+                        else values[v][i] *= by[i];
+                    }
                 }
                 const int at = v * S::kThreads + lane;
                 if (at < vectors_of_row) row[at] = pack<T>(values[v]);
