@@ -94,7 +94,8 @@ def test_a_prompt_waits_for_its_reply(at: Path, capsys: pytest.CaptureFixture[st
 
 def test_a_trial_is_judged_stored_and_logged(at: Path, says: Callable[[str], tuple[str, ...]]) -> None:
     folder, trial = candidate(at / "skills"), sorted((ROOT / "skills" / CARD / "trials").iterdir())[-1]
-    targets = ROOT / "suites" / "admission" / "targets.toml"
+    targets = at / "targets.toml"
+    targets.write_text("[cpu]\nconv2d = [[1, 16, 8, 8, 16, 3, 1, 1]]\n")
     kernel = (trial / "kernel.cpp").read_text()
     status = main(
         ["cards", "admit", CARD, "--skills=skills", f"--experts={ROOT / 'experts'}", f"--targets={targets}",
