@@ -58,6 +58,7 @@ class Conv2d(Operator):
         "spikes",
         "shifted",
         "large_magnitude",
+        "large_second",
         "borders",
         "plain",
     )
@@ -115,6 +116,8 @@ class Conv2d(Operator):
             w += SHIFT / 2 / (c * size * size) ** 0.5
         elif input_distribution == "large_magnitude":
             x *= LARGE[case.dtype]
+        elif input_distribution == "large_second":
+            w *= LARGE[case.dtype]
         elif input_distribution == "borders":
             for row, column in ((0, slice(None)), (-1, slice(None)), (slice(None), 0), (slice(None), -1)):
                 x[:, :, row, column] *= BORDER

@@ -74,7 +74,9 @@ def other_values(operator: DefinedOperator, case: KernelCase, name: str) -> Iter
         yield own + 1
     elif isinstance(own, float) and math.isfinite(own):
         factor = not_foreseen(name, own)
-        values = (1.5 * own + math.copysign(0.5, own), 10 * own or -0.5)
+        values = [1.5 * own + math.copysign(0.5, own), 10 * own or -0.5]
+        if max(map(abs, values)) < 1:
+            values.append(math.copysign(2.5, own))
         yield from (float(f"{factor * value:.3g}") for value in values)
 
 

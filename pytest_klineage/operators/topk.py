@@ -93,8 +93,9 @@ class TopK(Operator):
             x = x.mul_(CLUSTER[case.dtype]).add_(10.0)
         elif input_distribution == "two_clusters":
             x = x.mul_(CLUSTER[case.dtype]).add_(10.0).mul_(signs((rows, columns), generator))
+            x = in_some_rows(-x.abs(), x, generator)
         elif input_distribution == "infinities":
-            x = with_infinities(x, k, generator)
+            x = in_some_rows(starved(x, k, generator), with_infinities(x, k, generator), generator)
         elif input_distribution == "signed_zeros":
             # In some rows about half of the k largest are positive; the others are zeros of either sign.
             zero = uniform((rows, columns), generator) >= k / columns
@@ -169,6 +170,15 @@ class TopK(Operator):
     def flops(self, case: KernelCase) -> float:
         rows, columns, _k = case.shape.values()
         return float(rows * columns)
+
+
+def starved(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
+    """A copy of `x` in which every row has at most k // 2 numbers, so that some of its k largest are -inf."""
+    import torch
+
+    rows, columns = x.shape
+    where = torch.randint(columns, (rows, k // 2), generator=generator, device=x.device)
+    return torch.full_like(x, float("-inf")).scatter_(1, where, x.gather(1, where))
 
 
 def with_infinities(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

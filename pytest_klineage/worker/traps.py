@@ -23,13 +23,15 @@ LIBRARIES = re.compile(r"/lib(torch_cpu|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so"
 """Libraries that compute and may be there before a candidate is: the framework's, and the BLAS that NumPy brings."""
 DYNAMIC_SYMBOLS, FUNCTION, UNDEFINED = 11, 2, 0
 BLAS = re.compile(
-    r"gem[mv]|trmm|trsm|s[yp]r2?k?\b|symm|hemm|syrk|symv|sparse_[sdcz]_(m[mv]|spmmd|add)|spmm|Dfti(Commit|Compute)"
-    r"|^(?:scipy_)?(?:cblas_)?[sdcz](?:dotc?u?|axpy|ger[uc]?)(?:_?64_?|_)?$|^dnnl_|^nnc_",
+    r"gem[mv]|trmm|trsm|s[yp]r2?k?(?=\b|_?64)|symm|hemm|syrk|symv|sparse_[sdcz]_(m[mv]|spmmd|add)|spmm"
+    r"|Dfti(Commit|Compute)|^(?:scipy_)?(?:cblas_)?(?:[sdcz]|ds|sds|sc|dz|cs|zd)"
+    r"(?:dotc?u?|dot[cu]_sub|axpb?y[cu]?|geadd|ger[uc]?|rotm?|nrm2|asum|sum)(?:_?64_?|_)?$"
+    r"|^[sdcz](?:axpy|dot|scal|ger|rot)[cu]?_k(?:_|$)|^dnnl_|^nnc_",
     re.I,
 )
 """Names without a C++ mangling by which a BLAS, a sparse one, an FFT or a DNN library computes."""
 VENDORED = re.compile(
-    r"^mkl_(?!serv_|set_|get_|verbose|progress|gf_)|^mklgdft|^(?:scipy_)?(?:LAPACKE_)?[sdcz]"
+    r"^mkl_(?!serv_|set_|get_|verbose|progress|gf_)|^mklgdft|^(?:scipy_)?(?:LAPACKE_|cblas_)?[sdcz]"
     r"(?:(?:ge|gb|gg|gt|po|pb|pp|pt|sy|sp|sb|st|he|hb|hp|tr|tb|tp|tg|or|un|la)[a-z0-9]{2,5}|scal)(?:_?64)?_?$"
     r"|^v[sd][a-z]|^vm[sdcz][a-z]|^nnp_(?!initialize|deinitialize)|__(?:avx\w*|fma3)$"
     r"|^pytorch_qnnp_(?!initialize|deinitialize|delete)|^xnn_(?!initialize|deinitialize|delete)",
@@ -50,7 +52,7 @@ KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
 """Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
 MOVING = re.compile(
     r"_ZN2at(?:6native|25compositeexplicitautograd)(?:5copy_|8_to_copy|5clone|22copy_ignoring_overlaps)"
-    r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap)(?:_?64_?|_)?$"
+    r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap|[oi]matcopy)(?:_?64_?|_)?$"
     r"|_ZN6fbgemm\d+(?:FloatTo|B?[Ff]loat16To)B?[Ff]loat(?:16)?"
 )
 """Functions that copy and convert: left alone but where a definition does nothing else."""

@@ -100,7 +100,6 @@ GLUE = frozenset(
         "conj",
         "resolve_conj",
         "resolve_neg",
-        "equal",
         "copy",
         # Says which of several implementations will be called.
         "_fused_sdp_choice",
@@ -122,7 +121,8 @@ DIRECT = frozenset([
     "_nnpack_spatial_convolution", "_grid_sampler_2d_cpu_fallback", "fbgemm_linear_fp16_weight",
     "fbgemm_linear_fp16_weight_fp32_activation", "fbgemm_linear_int8_weight",
     "fbgemm_linear_int8_weight_fp32_activation", "fbgemm_pack_gemm_matrix_fp16", "fbgemm_pack_quantized_matrix",
-    "fbgemm_linear_quantize_weight",
+    "fbgemm_linear_quantize_weight", "_saturate_weight_to_fp16", "_rowwise_prune", "choose_qparams_optimized",
+    "_sobol_engine_ff_", "_sobol_engine_draw", "_sobol_engine_scramble_", "_sobol_engine_initialize_state_",
 ])  # fmt: skip
 """Operators that are declared as composed of others and yet compute themselves."""
 

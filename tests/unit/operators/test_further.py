@@ -92,10 +92,11 @@ def norm_by(x: torch.Tensor, w: torch.Tensor, way: str) -> torch.Tensor:
 def test_usual_operators_have_all(dtype: str) -> None:
     assert checked(make_case(softmax, (17, 40), dtype, "torch")) == ([*ALL], [])
     names, absent = checked(make_case(layer_norm, (16, 40), dtype, "torch"))
-    assert (names[:-2], absent) == ([*ALL], [])
-    half, ten_times = (float(name.removeprefix("eps=")) for name in names[-2:])
+    assert (names[:-3], absent) == ([*ALL], [])
+    half, ten_times, beyond_one = (float(name.removeprefix("eps=")) for name in names[-3:])
     assert 0.5 <= half <= 0.626
     assert 1e-4 <= ten_times <= 1.26e-4
+    assert 2.5 <= beyond_one <= 3.13
 
 
 def test_integers_and_booleans_have_their_own() -> None:
@@ -119,7 +120,8 @@ def test_integers_of_64_bits_and_the_largest_index() -> None:
 
     found = opened(make_case(added, (64,), "fp32", "torch")).checks
     inputs = {check.input_distribution: check.inputs for check in found if isinstance(check, Problem)}
-    assert 1 << 40 < inputs["integers_wide"]["x"].abs().max() < 1 << 53
+    assert 1 << 53 < inputs["integers_wide"]["x"].abs().max() < 1 << 57
+    assert (inputs["integers_wide"]["x"].double().long() != inputs["integers_wide"]["x"]).any()
     assert (inputs["integers_last"]["n"] == 4).all()
     assert inputs["integers_last"]["x"].any()
 
@@ -130,9 +132,9 @@ def test_another_value_of_an_option_is_drawn_for_each_process(monkeypatch: pytes
     for drawn in (0, 250):
         further.not_foreseen.cache_clear()
         monkeypatch.setattr(further.secrets, "randbelow", lambda _below, drawn=drawn: drawn)
-        seen.add(layer_norm.further_names(case)[-2:])
+        seen.add(layer_norm.further_names(case)[-3:])
     further.not_foreseen.cache_clear()
-    assert seen == {("eps=0.5", "eps=0.0001"), ("eps=0.625", "eps=0.000125")}
+    assert seen == {("eps=0.5", "eps=0.0001", "eps=2.5"), ("eps=0.625", "eps=0.000125", "eps=3.12")}
 
 
 def test_one_row_stands_out() -> None:

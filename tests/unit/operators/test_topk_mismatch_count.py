@@ -102,11 +102,19 @@ class TestTopK:
         assert not bool(((indices >= 0) & (indices < self.case.shape["S"])).any())
 
     def test_infinities_never_fill_the_answer(self) -> None:
+        """Of plus infinity there are fewer than k in a row; of minus infinity some rows have too many for their k."""
         x = draw(self.case, "infinities")["x"]
+        starved = (x > -float("inf")).sum(1) < self.case.shape["K"]
         plus = (x == float("inf")).sum(1)
-        assert int(plus.min()) > 0
+        assert 1 <= int(starved.sum()) <= max(1, len(x) // 8)
+        assert int(plus[~starved].min()) > 0
         assert int(plus.max()) < self.case.shape["K"]
         assert bool((x == -float("inf")).any(1).all())
+
+    def test_some_rows_have_negative_numbers_alone(self) -> None:
+        """Two clusters have rows in which only numbers of the lower one can be chosen."""
+        below = (draw(self.case, "two_clusters")["x"] < 0).all(1)
+        assert 1 <= int(below.sum()) <= max(1, len(below) // 8)
 
     def test_two_clusters_lie_about_plus_and_minus_ten(self) -> None:
         x = draw(self.case, "two_clusters")["x"]
