@@ -22,14 +22,14 @@ from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings, default_cache_dir
 from pytest_klineage.records import Code, KernelSource, Verdict
-from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault
+from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 
 FIRST_GUESS_S = 8.0
 """What a judgement is taken to last before one has been made."""
 GRACE_S = 3.0
 """Time kept for ending processes; a judgement that is still under way then is given up and left open."""
-NO_MEMORY = (Code.SKIPPED_MEMORY, Code.OUT_OF_MEMORY)
-"""Verdicts that say something about a GPU only to whom it belongs alone."""
+NO_MEMORY = "out of memory"
+"""In the reason of a verdict that says something about a GPU only to whom it belongs alone."""
 Tell = Callable[[str], None]
 Wanted = tuple[JudgeRequest, KernelSource]
 _BUILDERS: list[Gate] = []
@@ -56,7 +56,7 @@ def judge_folder(
     """Judge every open request of a platform on this process's device.
 
     seconds: time limit; no judgement is begun that is not expected to end before, and one that does not is left open.
-    shared: whether other judges use the device too, so that missing memory is a fault of the machine's.
+    shared: whether other judges use the device too; where it has no memory left, a request stays open.
     goes_on: asked before each request; False ends the judge. Raises KlineageError when the machine cannot judge at
     all; KeyboardInterrupt leaves the request that was under way open.
     """
@@ -192,8 +192,9 @@ class _FolderJudge:
         try:
             started = time.monotonic()
             reply = self.executor.judge(request)
-            if self.shared:
-                reply = blaming_the_machine(reply)
+            if self.shared and (why := missing_memory(reply)):
+                self._leave(request, why)
+                return True
             self.folder.answer(reply)
         finally:
             claim.release()
@@ -201,6 +202,14 @@ class _FolderJudge:
         self._longest_s = max(self._longest_s, spent_s)
         self._count(request, reply, spent_s)
         return True
+
+    def _leave(self, request: JudgeRequest, why: str) -> None:
+        """Leave a request open for which other judges of this GPU may have left no memory."""
+        self.faults += 1
+        self._failed.add(request.digest)
+        self.executor.close()
+        name = f"{self.name}: {request.case.id} {request.source.label or 'kernel'}"
+        self._tell(f"{name}: left open, no memory beside other judges (--share 1 judges it): {why.splitlines()[0]}")
 
     def _count(self, request: JudgeRequest, reply: JudgeReply, spent_s: float) -> None:
         if reply.verdict is not None:
@@ -214,15 +223,11 @@ class _FolderJudge:
         self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {text} ({spent_s:.1f} s)")
 
 
-def blaming_the_machine(reply: JudgeReply) -> JudgeReply:
-    """Of a judge that shares its GPU: a verdict of missing memory as a fault, since others may have taken it."""
-    if reply.verdict is None or reply.verdict.code not in NO_MEMORY:
-        return reply
-    why = "; ".join(reason.message for reason in reply.verdict.reasons)
-    message = f"no memory was left on a GPU that several judges share; judge it with --share 1 and --retry: {why}"
-    machine = reply.verdict.machine
-    fault = MachineFault(code=FaultCode.HARNESS, message=message, device=machine.device_uuid if machine else "")
-    return JudgeReply(request=reply.request, fault=fault)
+def missing_memory(reply: JudgeReply) -> str:
+    """What a verdict says of missing memory; "" for every other. The system's end of a process is none of it."""
+    reasons = reply.verdict.reasons if reply.verdict is not None else ()
+    codes = (Code.SKIPPED_MEMORY, Code.OUT_OF_MEMORY)
+    return next((one.message for one in reasons if one.code in codes and NO_MEMORY in one.message.lower()), "")
 
 
 def verdict_text(verdict: Verdict) -> str:

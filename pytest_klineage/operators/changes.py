@@ -46,9 +46,9 @@ def outlier(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
-WIDER = {"int16": 327, "int32": 10_000_019, "int64": 1_000_000_000_000_037}
+WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_000_000_037}
 """By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range; of
-64 bits beyond what a double holds, with room for sums of ninety."""
+64 bits within what a double holds, which leaves room for sums."""
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "large": lambda values, generator: values * LARGE,
     "small": lambda values, generator: values * SMALL,

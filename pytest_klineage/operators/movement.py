@@ -17,7 +17,8 @@ MOVES = frozenset({
     "triu", "constant_pad_nd", "index", "index_select", "index_copy", "gather", "take", "embedding", "empty",
     "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "ones", "full", "full_like", "fill_", "zero_",
     "arange", "_unsafe_view", "select_scatter", "slice_scatter", "diagonal_scatter", "where", "masked_fill",
-    "masked_fill_", "masked_select", "masked_scatter", "repeat_interleave", "new_ones", "new_full",
+    "masked_fill_", "masked_select", "masked_scatter", "masked_scatter_", "repeat_interleave", "new_ones", "new_full",
+    "scalar_tensor",
 })  # fmt: skip
 """Operators of the framework that make, move, convert or repeat elements, beside its views."""
 OPEN_TIES = frozenset({"topk", "sort", "argsort", "kthvalue", "mode", "median", "nanmedian"})

@@ -25,8 +25,9 @@ DYNAMIC_SYMBOLS, FUNCTION, UNDEFINED = 11, 2, 0
 BLAS = re.compile(
     r"gem[mv]|trmm|trsm|s[yp]r2?k?(?=\b|_?64)|symm|hemm|syrk|symv|sparse_[sdcz]_(m[mv]|spmmd|add)|spmm"
     r"|Dfti(Commit|Compute)|^(?:scipy_)?(?:cblas_)?(?:[sdcz]|ds|sds|sc|dz|cs|zd)"
-    r"(?:dotc?u?|dot[cu]_sub|axpb?y[cu]?|geadd|ger[uc]?|rotm?|nrm2|asum|sum)(?:_?64_?|_)?$"
-    r"|^[sdcz](?:axpy|dot|scal|ger|rot)[cu]?_k(?:_|$)|^dnnl_|^nnc_",
+    r"(?:dotc?u?|dot[cu]_sub|axpb?y[cu]?|geadd|ger[uc]?|her2?|hpr2?|scal|rotm?|nrm2|a?sum|a?max|a?min|[oi]matcopy)"
+    r"(?:_?64_?|_)?$|^(?:[sdcz]|ds|sds|cs|zd)(?:axpb?y|dot|scal|ger|rotm?|a?sum|nrm2|geadd|a?max|a?min|[oi]matcopy)"
+    r"[cudv]?_k(?:_|$)|^dnnl_|^nnc_",
     re.I,
 )
 """Names without a C++ mangling by which a BLAS, a sparse one, an FFT or a DNN library computes."""
@@ -52,7 +53,7 @@ KERNELS = re.compile(r"_ZN2at(3cpu|6native)(\d+)(\w+)")
 """Mangled functions of namespaces with kernels: one for each operator, and what those are made of."""
 MOVING = re.compile(
     r"_ZN2at(?:6native|25compositeexplicitautograd)(?:5copy_|8_to_copy|5clone|22copy_ignoring_overlaps)"
-    r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap|[oi]matcopy)(?:_?64_?|_)?$"
+    r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap)(?:_?64_?|_)?$|^[sdcz](?:copy|swap)_k(?:_|$)"
     r"|_ZN6fbgemm\d+(?:FloatTo|B?[Ff]loat16To)B?[Ff]loat(?:16)?"
 )
 """Functions that copy and convert: left alone but where a definition does nothing else."""

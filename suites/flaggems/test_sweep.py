@@ -4,7 +4,8 @@ pytest suites/flaggems/test_sweep.py --platform sm90 --for 9 [--klineage-method 
 pytest suites/flaggems/test_sweep.py --platform sm90 --klineage-executor batch:DIR      # on a GPU elsewhere
 
 A judgement ends once its interval excludes the arm's best, or after a second; points of a row share FlagGems' process.
-Elsewhere all points are asked for at once, so there it ends once the interval excludes FlagGems' time.
+Elsewhere all points are asked for at once, so there it ends once the interval excludes FlagGems' time; the estimates
+that decide are then of six pairs at the least.
 The same command goes on where the last one stopped: points that are in results/runs/flaggems/sweep-<platform>.jsonl are
 not judged again. The verdicts with their samples lie beside it, and choices-<platform>.json; test_flaggems.py judges
 what was chosen in another run, with other inputs, and only its times are reported. A point that fails is data.
@@ -32,7 +33,7 @@ SHORT = {"precision": 0.02, "seeds": 1}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each row, arm and point; none without --for or an executor, on a CPU, or of cards that are not."""
+    """One test for each row, arm and point; none on a CPU, without --for or an executor, or of cards that are missing."""
     session = metafunc.config.stash[SESSION_KEY]
     asked = session.platform != "cpu" and (metafunc.config.getoption("--for") or session.elsewhere)
     arms = session.methods if "method" in session.settings.given else SWEPT

@@ -79,7 +79,8 @@ def report_of(trials: list[SharedTrial], platform: str) -> str:
     lines = [
         f"# A/A on {platform} where judges share a GPU\n",
         f"{machines}, {min(trial.judged_at for trial in trials)}. Experts against themselves on {gpus} GPUs of one "
-        f"host, up to {at_once(trials)} judgements of a GPU at once, each timed alone. {len(trials)} verdicts in "
+        f"host, up to {at_once(trials)} judgements of a GPU at once, each timed alone. {len(trials)} verdicts, "
+        f"{sum(trial.code.startswith('inconclusive') for trial in trials)} of them inconclusive, in "
         f"{span:.0f} s, {60 * len(trials) / span:.1f} a minute, builds and checks included.\n",
         "| operator | trials | 95 % interval holds 1.0 | false slower | median half-width | 90 % of estimates within | "
         "median seconds |",

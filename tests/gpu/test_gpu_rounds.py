@@ -80,7 +80,7 @@ def test_the_table_of_judges_that_share_a_gpu() -> None:
     ]  # fmt: skip
     table = shared.report_of(trials, "sm90")
     assert "up to 2 judgements of a GPU at once" in table
-    assert "2 verdicts in 3 s, 40.0 a minute" in table
+    assert "2 verdicts, 0 of them inconclusive, in 3 s, 40.0 a minute" in table
     assert "| gemm | 1 | 1 (100.0 %) | 0 |" in table
     assert "| topk | 1 | 0 (0.0 %) | 0 |" in table
 

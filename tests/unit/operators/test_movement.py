@@ -47,6 +47,18 @@ def few_values(x: torch.Tensor) -> torch.Tensor:
     return x.t().contiguous()
 
 
+@operator("x[M,N], keep[M]: bool -> y[M,N]", dtypes=("fp32",))
+def kept_rows(x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Rows that are kept, zeros for the others."""
+    return torch.where(keep[:, None], x, 0.0)
+
+
+@operator("x[M,N], drop[M,N]: bool -> y[M,N]", dtypes=("fp32",))
+def blanked(x: torch.Tensor, drop: torch.Tensor) -> torch.Tensor:
+    """Zeros wherever a mask says so."""
+    return x.masked_fill(drop, 0.0)
+
+
 @operator("x[M,N] -> y[M]", dtypes=("fp32",))
 def largest(x: torch.Tensor) -> torch.Tensor:
     """An input element, but not always the same one."""
@@ -79,7 +91,7 @@ def only_moves(chosen: OpenOperator, shape: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize(
     ("chosen", "shape"),
     [(transposed, (24, 16)), (by_a_product, (24, 16)), (padded, (24, 16)), (looked_up, (24, 16, 8)),
-     (converted, (24, 16)), (few_values, (24, 16))],
+     (converted, (24, 16)), (few_values, (24, 16)), (kept_rows, (24, 16)), (blanked, (24, 16))],
 )  # fmt: skip
 def test_moved_bytes_are_known(chosen: OpenOperator, shape: tuple[int, ...]) -> None:
     assert only_moves(chosen, shape)
