@@ -33,7 +33,7 @@ SHORT = {"precision": 0.02, "seeds": 1}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each row, arm and point; none on a CPU, without --for or an executor, or of cards that are missing."""
+    """A test for each row, arm and point; none on a CPU, without --for or an executor, or of cards that are missing."""
     session = metafunc.config.stash[SESSION_KEY]
     asked = session.platform != "cpu" and (metafunc.config.getoption("--for") or session.elsewhere)
     arms = session.methods if "method" in session.settings.given else SWEPT
