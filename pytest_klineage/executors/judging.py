@@ -28,8 +28,6 @@ FIRST_GUESS_S = 8.0
 """What a judgement is taken to last before one has been made."""
 GRACE_S = 3.0
 """Time kept for ending processes; a judgement that is still under way then is given up and left open."""
-NO_MEMORY = "out of memory"
-"""In the reason of a verdict that says something about a GPU only to whom it belongs alone."""
 Tell = Callable[[str], None]
 Wanted = tuple[JudgeRequest, KernelSource]
 _BUILDERS: list[Gate] = []
@@ -224,10 +222,12 @@ class _FolderJudge:
 
 
 def missing_memory(reply: JudgeReply) -> str:
-    """What a verdict says of missing memory; "" for every other. The system's end of a process is none of it."""
-    reasons = reply.verdict.reasons if reply.verdict is not None else ()
-    codes = (Code.SKIPPED_MEMORY, Code.OUT_OF_MEMORY)
-    return next((one.message for one in reasons if one.code in codes and NO_MEMORY in one.message.lower()), "")
+    """What a verdict says of missing memory; "" for every other, also where the system killed the process."""
+    for reason in reply.verdict.reasons if reply.verdict is not None else ():
+        refused = reason.code is Code.OUT_OF_MEMORY and "out of memory" in reason.message
+        if refused or reason.code is Code.SKIPPED_MEMORY:
+            return reason.message
+    return ""
 
 
 def verdict_text(verdict: Verdict) -> str:
