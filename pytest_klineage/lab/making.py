@@ -15,6 +15,7 @@ from pytest_klineage.errors import UsageError, Waiting, WaitsForVerdict
 from pytest_klineage.lab.induction.admit import REPAIRS, Compare, basis, problem_with, roundtrip, settled
 from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
 from pytest_klineage.lab.induction.admit_targets import TRIALS, AdmissionTarget, Shapes, targets_for
+from pytest_klineage.lab.induction.derive import unnamed
 from pytest_klineage.lab.induction.lift import Lift, lift
 from pytest_klineage.lab.induction.lift_groups import Group
 from pytest_klineage.lab.induction.lineage_store import induce, trajectory_settings
@@ -22,7 +23,15 @@ from pytest_klineage.lab.induction.verdicts import Judge, VerdictFile
 from pytest_klineage.lab.induction.walk import WalkOrigin, WalkSettings
 from pytest_klineage.lab.library.cards import find_cards, read_card, untried, with_trials, write_card
 from pytest_klineage.lab.library.experts import Expert
-from pytest_klineage.lab.library.lineages import FOLDER, StoredLineage, find_all, load_lineage, verify_lineage
+from pytest_klineage.lab.library.lineages import (
+    FOLDER,
+    HAND_MADE,
+    LINEAGE_FILE,
+    StoredLineage,
+    find_all,
+    load_lineage,
+    verify_lineage,
+)
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.instructions import instructions_for
 from pytest_klineage.lab.plugin import Models
@@ -52,8 +61,14 @@ def expert_name(expert: Expert) -> str:
 
 
 def walk_origin(expert: Expert, platform: str, machine: str) -> WalkOrigin:
-    """Where an expert's walk begins: its kernel at the paper's case. `machine` is a line for the contract."""
-    case, source = paper_case(expert.operator, "cpu" if platform == "cpu" else "gpu"), expert.source("expert")
+    """Where an expert's walk begins, at the paper's case. `machine` is a line for the contract.
+
+    Where an author's lineage ends at a kernel of that case alone, it is that one, without the header and the name that say
+    its techniques: an expert of many shapes has more code than they need.
+    """
+    case, hand_made = paper_case(expert.operator, "cpu" if platform == "cpu" else "gpu"), expert.directory / HAND_MADE
+    of_case = (hand_made / LINEAGE_FILE).exists()
+    source = unnamed(load_lineage(hand_made).sources[-1]) if of_case else expert.source("expert")
     contract = instructions_for(
         case, source.surface, platform, source.entry, source.flags, machine=machine,
         reference="another kernel for the same case",
@@ -62,11 +77,13 @@ def walk_origin(expert: Expert, platform: str, machine: str) -> WalkOrigin:
     return WalkOrigin(case=case, platform=platform, source=source, contract=contract, name=name)
 
 
-def make_lineage(origin: WalkOrigin, expert: Expert, models: Models, judge: Judge, report: Report) -> StoredLineage:
-    """Walk backward from an expert, and keep beside it what was validated. Raises what `induce` raises."""
+def make_lineage(
+    origin: WalkOrigin, expert: Expert, models: Models, judge: Judge, report: Report, kept: Path | None = None
+) -> StoredLineage:
+    """Walk backward from an expert; keep in `kept`, else beside it, what was validated. Raises what `induce` raises."""
     settings = trajectory_settings(origin, WalkSettings())
     session = models.session(f"lineage/{expert_name(expert)}", settings=settings)
-    return induce(origin, session, judge, expert.directory / FOLDER, report=report)
+    return induce(origin, session, judge, kept or expert.directory / FOLDER, report=report)
 
 
 def lift_group(group: Group, skills: Path, models: Models) -> Lift:

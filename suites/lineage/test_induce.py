@@ -5,6 +5,7 @@ pytest suites/lineage/test_induce.py --platform cpu -k gemm --klineage-llm excha
     --klineage-model unbilled
 pytest suites/lineage/test_induce.py --platform cpu -k gemm --klineage-llm replay     # the kept trajectories again
 
+With --lineages DIR walks are kept in DIR/<operator>/<platform>-<surface>/lineage instead of experts/.
 A walk that was ended goes on with --klineage-resume=lineage/gemm-cpu-cpp, and with a larger --klineage-budget.
 """
 
@@ -43,18 +44,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize("expert", experts.values(), ids=list(experts))
 
 
+@pytest.fixture
+def kept(expert: Expert, request: pytest.FixtureRequest) -> Path:
+    """The folder of an expert's walk."""
+    root: Path = request.config.getoption("--lineages")
+    return root / expert.directory.relative_to(EXPERTS) / FOLDER
+
+
 def test_induce(
-    expert: Expert, klineage_models: Models, klineage_session: KlineageSession, tell: Callable[[str], None]
+    expert: Expert, klineage_models: Models, klineage_session: KlineageSession, kept: Path, tell: Callable[[str], None]
 ) -> None:
     """Walk from the expert to a naive kernel, and keep the lineage; it ends anywhere else only with a reason."""
     if klineage_models.backend in ("none", "replay"):
         pytest.skip(NO_MODEL if klineage_models.backend == "none" else "test_replay replays")
-    directory, name = expert.directory / FOLDER, f"lineage/{expert_name(expert)}"
-    if (directory / LINEAGE_FILE).exists() and read_record(directory).complete:
-        pytest.skip(f"{directory.relative_to(EXPERTS.parent)} is whole; remove the folder to make it again")
+    name = f"lineage/{expert_name(expert)}"
+    if (kept / LINEAGE_FILE).exists() and read_record(kept).complete:
+        pytest.skip(f"{kept} is whole; remove the folder to make it again")
     origin = _origin(expert, klineage_session)
     judge = _judge(klineage_session, name)
-    lineage = make_lineage(origin, expert, klineage_models, judge, lambda line: tell(f"{origin.name} {line}")).lineage
+    lineage = make_lineage(
+        origin, expert, klineage_models, judge, lambda line: tell(f"{origin.name} {line}"), kept
+    ).lineage  # fmt: skip
     tell(f"{lineage.name}: {len(lineage.transitions)} steps, {lineage.termination.value}")
     if not lineage.complete:
         pytest.fail(
@@ -66,15 +76,14 @@ def test_induce(
 
 
 def test_replay(
-    expert: Expert, klineage_models: Models, quick_judge: Judge, tell: Callable[[str], None]
+    expert: Expert, klineage_models: Models, quick_judge: Judge, kept: Path, tell: Callable[[str], None]
 ) -> None:  # fmt: skip
     """The kept replies lead to the kept lineage, and today's verdicts are of the kept classes."""
     if not klineage_models.is_replay:
         pytest.skip("replays kept trajectories with --klineage-llm=replay")
-    directory = expert.directory / FOLDER
-    if not (directory / TRAJECTORY_FILE).exists():
+    if not (kept / TRAJECTORY_FILE).exists():
         pytest.skip(f"{expert_name(expert)} has no kept trajectory")
-    again = replay(directory, quick_judge, report=lambda line: tell(f"{expert_name(expert)} {line}"))
+    again = replay(kept, quick_judge, report=lambda line: tell(f"{expert_name(expert)} {line}"))
     wrong = [f"the lineage is another one: {difference}" for difference in again.differences]
     wrong += [
         f"kernel {pair.recorded.source_digest[:12]} was {pair.recorded.code.value} and is {pair.verdict.code.value}: "

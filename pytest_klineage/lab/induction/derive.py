@@ -97,6 +97,13 @@ def without_header(source: KernelSource) -> KernelSource:
     return msgspec.structs.replace(source, files=files)
 
 
+def unnamed(source: KernelSource) -> KernelSource:
+    """A state without its author's header; its first file is `kernel` in every state, whatever its author called it."""
+    first, *more = without_header(source).files
+    plain = msgspec.structs.replace(first, name=f"kernel{Path(first.name).suffix}")
+    return msgspec.structs.replace(source, files=(plain, *more))
+
+
 def take_up(directory: Path, index: int, found: Derived) -> StoredLineage:
     """Write what was found into the lineage: effect, verdicts, the re-derived edit, refused attempts."""
     stored = load_lineage(directory)

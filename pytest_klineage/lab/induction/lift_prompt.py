@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from pytest_klineage.lab.induction.derive import without_header
+from pytest_klineage.lab.induction.derive import unnamed
 from pytest_klineage.lab.induction.lift_checks import CardFault
 from pytest_klineage.lab.induction.lift_groups import Group, Site
 from pytest_klineage.lab.induction.prompts import filled, one_line
@@ -81,7 +81,7 @@ def _gpu_site_text(site: Site, number: int) -> str:
         f"- steps made before it: {before}",
         f"- measured, time before over time after: {speedup_text(site.effect)}",
     ]
-    bare = msgspec.structs.replace(site, before=_comparable(site.before), after=_comparable(site.after))
+    bare = msgspec.structs.replace(site, before=unnamed(site.before), after=unnamed(site.after))
     return "\n".join(facts) + f"\n\n{_code_text(bare)}"
 
 
@@ -91,14 +91,6 @@ def _author_lines(step: Transition) -> Iterator[str]:
     yield f"- intent, as recorded: {one_line(step.intent, INTENT_LIMIT)}"
     yield from (f"- needs, says its author: {one_line(text)}" for text in step.preconditions)
     yield from (f"- goes wrong, says its author: {one_line(text)}" for text in step.risks)
-
-
-def _comparable(source: KernelSource) -> KernelSource:
-    """A hand-made state without its author's header; its first file has one name in every state, so that a diff is
-    one of lines."""
-    first, *more = without_header(source).files
-    plain = msgspec.structs.replace(first, name=f"kernel{Path(first.name).suffix}")
-    return msgspec.structs.replace(source, files=(plain, *more))
 
 
 def _code_text(site: Site) -> str:
