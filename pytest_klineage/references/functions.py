@@ -178,6 +178,11 @@ def load_function(written: str, files: Mapping[str, str]) -> Callable[..., Any]:
     found = FUNCTION.fullmatch(written)
     if found is None:
         raise UsageError(f"a reference of your own is written 'package.module:function', got {written!r}")
+    if found["module"].endswith(".py") and found["module"] not in files:
+        raise UsageError(
+            f"{found['module']}, the file of the reference {written}, is not below {Path.cwd()}: judge in a checkout "
+            "that has it, in the folder that its name begins in"
+        )
     module = load_file(files[found["module"]]) if found["module"] in files else load_module(found["module"])
     function: Any = module
     for part in found["name"].split("."):
@@ -204,9 +209,13 @@ def named_file(path: Path, name: str) -> str:
 
 
 def reference_files(written: Iterable[str]) -> dict[str, str]:
-    """Of functions as cases name them, the files that this process knows."""
+    """Of functions as cases name them, the files that this process knows, or finds below the current folder.
+
+    A judge elsewhere has read no markers: like definitions, files are looked for where it was started.
+    """
     names = {item.partition(":")[0] for item in written}
-    return {name: path for name, path in _files.items() if name in names}
+    found = {name: str(Path(name).resolve()) for name in names if name.endswith(".py") and Path(name).is_file()}
+    return found | {name: path for name, path in _files.items() if name in names}
 
 
 def load_module(name: str) -> ModuleType:
