@@ -32,6 +32,7 @@ from pytest_klineage.records.messages import (
     Stock,
     WorkerFailure,
 )
+from pytest_klineage.references import reference_of
 from pytest_klineage.references.device import chosen_variant, reference_notes
 from pytest_klineage.surfaces import Built, SurfaceFailure, surface_backend
 
@@ -70,7 +71,9 @@ class Judgement(JudgementContext):
         return (reason,)
 
     def _reference_preload(self) -> str:
-        return "torch" if self.reference_source is None else self.preload(self.reference_source)
+        if self.reference_source is not None:
+            return self.preload(self.reference_source)
+        return ":".join(("torch", ",".join(reference_of(self.case).ahead(self.case))))
 
     def _audit(self) -> None:
         self.audit = audit(self.source)

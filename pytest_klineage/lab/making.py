@@ -63,8 +63,8 @@ def expert_name(expert: Expert) -> str:
 def walk_origin(expert: Expert, platform: str, machine: str) -> WalkOrigin:
     """Where an expert's walk begins, at the paper's case. `machine` is a line for the contract.
 
-    Where an author's lineage ends at a kernel of that case alone, it is that one, without the header and the name that say
-    its techniques: an expert of many shapes has more code than they need.
+    Where an author's lineage ends at a kernel of that case alone, it is that one, without the header and the name that
+    say its techniques: an expert of many shapes has more code than they need.
     """
     case, hand_made = paper_case(expert.operator, "cpu" if platform == "cpu" else "gpu"), expert.directory / HAND_MADE
     of_case = (hand_made / LINEAGE_FILE).exists()

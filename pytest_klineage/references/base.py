@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     Convert: TypeAlias = Callable[[Tensors], Tensors]
 
 
+COMPILERS = ("torch._dynamo", "torch._inductor.compile_fx", "triton.language")
+"""What torch.compile and libraries in Triton import first, in a second or two."""
 AS_FAST = 1.03
 """Medians of one plan of a library differ by less; those of different plans mostly by more."""
 
@@ -93,6 +95,10 @@ class Reference(ABC):
     def asks(self, operator: str) -> tuple[str, ...]:
         """Names of the references whose calls it may take for an operator: its own, unless it asks others."""
         return (self.name,)
+
+    def ahead(self, case: KernelCase) -> tuple[str, ...]:
+        """Modules that its libraries import, in order, and that touch no GPU: imported once, not at every start."""
+        return ()
 
     def check(self, case: KernelCase, platform: str) -> None:
         """Raise UnknownName for an operator, UsageError for a platform, UnsupportedCase for a case that it has not.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from pytest_klineage.records import KernelCase
-from pytest_klineage.references.base import TrialTensors, Variant
+from pytest_klineage.references.base import COMPILERS, TrialTensors, Variant
 from pytest_klineage.references.device import HALVES, DeviceReference, imported, pinned_version, torch_versions
 from pytest_klineage.references.fla_gdn import CHUNK, PHASES
 from pytest_klineage.references.functions import package_version
@@ -37,6 +37,9 @@ class FlaReference(DeviceReference):
             # Its triangular solve runs in TF32 wherever there is TF32.
             return f"it computes in {' and '.join(HALVES)}, not in {case.dtype}"
         return f"D may be {LARGEST_WIDTH} at most" if case.shape["D"] > LARGEST_WIDTH else ""
+
+    def ahead(self, case: KernelCase) -> tuple[str, ...]:
+        return COMPILERS
 
     def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         if case.operator in PHASES:

@@ -59,6 +59,9 @@ class FlagGemsReference(DeviceReference):
         takes = case.dtype in ("bf16", "fp16") or case.operator in ROWS
         return "" if takes else f"its {case.operator} is compared in bf16 and fp16, not in {case.dtype}"
 
+    def ahead(self, case: KernelCase) -> tuple[str, ...]:
+        return ("triton.language", "sqlalchemy")
+
     def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         tuned_in(case)
         check_triton()

@@ -21,7 +21,7 @@ import msgspec
 
 from pytest_klineage.errors import MissingDependency, UsageError
 from pytest_klineage.records import PLATFORMS, KernelCase, definition_digest
-from pytest_klineage.references.base import TrialTensors, Variant
+from pytest_klineage.references.base import COMPILERS, TrialTensors, Variant
 from pytest_klineage.references.choose import Choice, choose, chosen_before
 from pytest_klineage.references.device import DeviceReference, torch_versions
 
@@ -87,6 +87,9 @@ class DefinitionReference(OwnReference):
         if case.reference == DEFINITION:
             return {"eager": Variant(returning(definition, names))}
         return {"compiled": Variant(returning(compiled(definition), names))}
+
+    def ahead(self, case: KernelCase) -> tuple[str, ...]:
+        return COMPILERS if case.reference == COMPILED else ()
 
     def label(self, case: KernelCase) -> str:
         how = "eager" if case.reference == DEFINITION else f"torch.compile, {COMPILE_MODE}"

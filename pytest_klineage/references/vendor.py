@@ -38,11 +38,17 @@ class VendorReference(DeviceReference):
         refused = {name: self._libraries[name].limits(case, platform) for name in self._members[case.operator]}
         return "" if not all(refused.values()) else "; ".join(f"{name}: {why}" for name, why in refused.items())
 
+    def ahead(self, case: KernelCase) -> tuple[str, ...]:
+        found = (self._libraries[name].ahead(case) for name in self._members[case.operator])
+        return tuple(dict.fromkeys(module for modules in found for module in modules))
+
     def variants(self, case: KernelCase, trial: TrialTensors) -> dict[str, Variant]:
         found: dict[str, Variant] = {}
         absent = self._absent[case.id] = {}
         missing: dict[str, str] = {}
         for name in self._members[case.operator]:
+            if trial.only and trial.only.partition(".")[0] != name:
+                continue  # another library was chosen before: what loads this one would be for nothing
             library = self._libraries[name]
             try:
                 library.check(case, trial.platform)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -13,7 +12,7 @@ from pytest_klineage.lab.induction.lift_groups import Group, Site
 from pytest_klineage.lab.induction.prompts import filled, one_line
 from pytest_klineage.lab.library.lineages import edit_between
 from pytest_klineage.lab.library.rendering import BYTES_PER_TOKEN, CARD_TOKENS, fenced, speedup_text
-from pytest_klineage.records import KernelSource, Rejection, Transition
+from pytest_klineage.records import Rejection, Transition
 
 KERNEL_LIMIT = 40_000
 """Characters of a kernel that a prompt shows; of a longer one it shows the changed part alone."""

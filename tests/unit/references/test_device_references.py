@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -420,3 +421,22 @@ def test_a_search_that_lost_its_best_plan_is_a_note(compared: str | None, charge
     assert [("did not find its best plan again: 0.01950 ms, 0.01600 ms when" in note) for note in notes] == [
         True
     ] * noted
+
+
+@pytest.mark.usefixtures("flashinfer", "fla")
+def test_a_choice_of_before_loads_one_library(trial: MakeTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("gdn", (1, 2, 128, 64, 20), "bf16", "vendor")
+    reference("vendor").prepare(case, trial(case))
+    chosen = reference("vendor").describe(case)["variant"]
+    other = {"fla": "flashinfer", "flashinfer": "fla"}[chosen.partition(".")[0]]
+    monkeypatch.setattr(REFERENCES[other], "variants", lambda *_: pytest.fail(f"{other} is loaded for nothing"))
+    made = dataclasses.replace(trial(case), only=chosen, only_ms=1.0)
+    answer(reference("vendor").prepare(case, made), made)
+    assert reference("vendor").describe(case)["variant"] == chosen
+
+
+def test_compilers_are_imported_ahead_for_those_who_need_them() -> None:
+    case = make_case("gdn", (1, 2, 128, 64, 20), "bf16", "vendor")
+    assert "torch._dynamo" in reference("fla").ahead(case)
+    assert reference("vendor").ahead(case) == reference("fla").ahead(case)
+    assert reference("cublas").ahead(paper_case("gemm", "gpu")) == ()
