@@ -53,18 +53,24 @@ def main_tier(run: str) -> str:
     verdicts = sorted(published(run), key=lambda one: (ORDER.index(one.case.operator), one.case.id))
     policies = [name for name in POLICIES if any(other_timing(one, name) for one in verdicts)]
     floors = floors_known(verdicts)
+    mixed = len({one.surface for one in verdicts}) > 1
     rows = [
-        [*row_of(one), *([floor_text(one)] if floors else []), *(speedup(other_timing(one, name)) for name in policies)]
+        [
+            *row_of(one), *([floor_text(one)] if floors else []), *([one.surface] if mixed else []),
+            *(speedup(other_timing(one, name)) for name in policies),
+        ]
         for one in verdicts
-    ]
-    headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *(["floor"] if floors else []), *policies)
+    ]  # fmt: skip
+    more = [*(["floor"] if floors else []), *(["language"] if mixed else []), *policies]
+    headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *more)
+    days = sorted({one.judged_at[:10] for one in verdicts})
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
     summary = summarise(verdicts)
     mean = "no mean" if summary.geomean is None else f"geomean {ratio(summary.geomean)}x"
     machine = verdicts[0].machine
     device = machine.device if machine is not None else "an unknown device"
     return (
-        f"{device}, {verdicts[0].judged_at[:10]}; policy `paired`, 95 % intervals; samples in `results/{run}`.\n\n"
+        f"{device}, {' to '.join(dict.fromkeys((days[0], days[-1])))}; policy `paired`, 95 % intervals; samples in `results/{run}`.\n\n"
         f"{table}\n\n{mean} over {summary.scored} of {summary.judged} cases.\n"
     )
 
