@@ -64,13 +64,14 @@ def main_tier(run: str) -> str:
     more = [*(["floor"] if floors else []), *(["language"] if mixed else []), *policies]
     headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *more)
     days = sorted({one.judged_at[:10] for one in verdicts})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     table = tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
     summary = summarise(verdicts)
     mean = "no mean" if summary.geomean is None else f"geomean {ratio(summary.geomean)}x"
     machine = verdicts[0].machine
     device = machine.device if machine is not None else "an unknown device"
     return (
-        f"{device}, {' to '.join(dict.fromkeys((days[0], days[-1])))}; policy `paired`, 95 % intervals; samples in `results/{run}`.\n\n"
+        f"{device}, {when}; policy `paired`, 95 % intervals; samples in `results/{run}`.\n\n"
         f"{table}\n\n{mean} over {summary.scored} of {summary.judged} cases.\n"
     )
 

@@ -4,6 +4,7 @@ symmetry transforms."""
 from __future__ import annotations
 
 import hashlib
+import math
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -77,6 +78,8 @@ On a GPU a pair is two blocks of many calls."""
 STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 """How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
+STOCK_SHARE = 1 / 3
+"""Of a GPU's free memory: the checks, about as many problems, and both sides need the rest."""
 KEPT_ELEMENTS = 1 << 25
 """Undeclared checks of tensors with more elements than this in all are made again when they are due: 8 of them would
 take more than 4 GB in float64."""
@@ -98,12 +101,13 @@ class ProblemSet:
             Problem(self.case, default, chosen.make_inputs(self.case, self.random(default, seed), default))
             for seed in range(request.seeds)
         ]
-        first = time.monotonic()
+        first, before = time.monotonic(), allocated_bytes(self.device)
         drawn = self.novel()
-        seconds = time.monotonic() - first
+        seconds, size = time.monotonic() - first, allocated_bytes(self.device) - before
         self.novel_is_cheap = seconds <= (NOVEL_LIMIT_S if self.device == "cpu" else GPU_NOVEL_LIMIT_S)
         self.stock: list[Problem] = []
-        self.stock_size = self.size_of_stock(seconds) if self.has_symmetry and not self.novel_is_cheap else 0
+        wanted = self.has_symmetry and not self.novel_is_cheap
+        self.stock_size = self.size_of_stock(seconds, size, free_bytes(self.device)) if wanted else 0
         perturbed = chosen.perturb(self.case, self.timed[0].inputs, self.random(PERTURBED))
         self.perturbed_problem = Problem(self.case, PERTURBED, perturbed)
         self.checks: list[Problem | Remade] = [*self.timed[:1], self.perturbed_problem, *self.timed[1:]]
@@ -163,12 +167,13 @@ class ProblemSet:
         """The place of a problem's case among them."""
         return self.layouts().index(problem.case.at_shape(problem.case.shape))
 
-    def size_of_stock(self, seconds: float) -> int:
-        """How many new problems there are to be for timing, where one takes so many seconds to make."""
+    def size_of_stock(self, seconds: float, size: int, free: float) -> int:
+        """How many new problems are made for timing, where one takes so many seconds, and bytes of the free ones."""
         count = min(STOCK, int(STOCK_LIMIT_S / seconds))
-        if count >= LEAST_STOCK:
+        if count >= LEAST_STOCK and size * count <= free * STOCK_SHARE:
             return count
-        self.notes = [*self.notes, f"making a problem takes {seconds:.1f} s, so none is made for timing"]
+        why = f"takes {seconds:.1f} s" if count < LEAST_STOCK else f"takes {size / 1e9:.1f} GB of the GPU's memory"
+        self.notes = [*self.notes, f"making a problem {why}, so none is made for timing"]
         return 0
 
     def make_stock(self) -> None:
@@ -197,3 +202,13 @@ class ProblemSet:
             )
             for check in self.checks
         )
+
+
+def allocated_bytes(device: str) -> int:
+    """What PyTorch's tensors take of a GPU's memory; 0 on a CPU, whose memory no stock is measured against."""
+    return 0 if device == "cpu" else torch.cuda.memory_allocated()
+
+
+def free_bytes(device: str) -> float:
+    """What is free of a GPU's memory."""
+    return math.inf if device == "cpu" else float(torch.cuda.mem_get_info()[0])

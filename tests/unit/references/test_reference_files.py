@@ -41,6 +41,6 @@ def test_a_marker_goes_before_the_current_folder(checkout: Path) -> None:
 def test_a_file_that_is_not_there_is_named(checkout: Path) -> None:
     written = "deep/absent.py:double"
     assert reference_files([written]) == {}
-    with pytest.raises(UsageError, match="absent.py") as refused:
+    with pytest.raises(UsageError, match=r"absent\.py") as refused:
         load_function(written, {})
     assert str(checkout) in str(refused.value)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from pytest_klineage import operator
 from pytest_klineage.operators import make_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records.messages import OpenCase
-from pytest_klineage.worker.problems import ProblemSet
+from pytest_klineage.worker.problems import STOCK, ProblemSet
 
 
 @operator("x[N] -> y[N-2]", dtypes=("fp32",))
@@ -27,3 +30,24 @@ def test_new_problems_have_their_own_bounds() -> None:
     for problem in new:
         assert problem.expected.bounds == Expected(cancelling, case, problem.inputs).bounds
         assert problem.expected.accepts(cancelling.baseline_output(case, problem.inputs))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size", "free", "expected", "said"),
+    [
+        (1.0, 0, math.inf, STOCK, ""),
+        (4.5, 0, math.inf, 13, ""),
+        (6.0, 0, math.inf, 0, "takes 6.0 s"),
+        (1.0, 10**9, 3 * STOCK * 10**9, STOCK, ""),
+        (1.0, 10**9, 3 * STOCK * 10**9 - 3, 0, "1.0 GB of the GPU's memory"),
+    ],
+)
+def test_a_stock_fits_into_time_and_memory(
+    seconds: float, size: int, free: float, expected: int, said: str
+) -> None:  # fmt: skip
+    problems = object.__new__(ProblemSet)
+    problems.notes = ["before"]
+    assert problems.size_of_stock(seconds, size, free) == expected
+    assert problems.notes[:1] == ["before"]
+    assert said in "".join(problems.notes[1:])
+    assert bool(problems.notes[1:]) == bool(said)
