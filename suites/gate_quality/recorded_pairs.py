@@ -20,6 +20,7 @@ from test_gpu_verdict_time import VerdictTime
 from pytest_klineage.gate.timing.policy import Measurement, Paired, Policy, Samples, TimeLimit
 from pytest_klineage.gate.timing.restarts import CountedRestarts, RestartPlan
 from pytest_klineage.records import Timing
+from pytest_klineage.results.packed import read_packed
 from pytest_klineage.results.runs import Record, read_run
 
 RESULTS = Path(__file__).resolve().parents[2] / "results"
@@ -53,7 +54,7 @@ def starts_of(reference: Sequence[float], candidate: Sequence[float], starts: Se
 def a_a_trials() -> dict[str, list[list[Start]]]:
     """The starts of every A/A trial on H200s, by operator."""
     trials: dict[str, list[list[Start]]] = {}
-    for line in (RESULTS / "gate_quality" / "a_a-sm90.jsonl").read_bytes().splitlines():
+    for line in read_packed(RESULTS / "gate_quality" / "a_a-sm90.jsonl").splitlines():
         row = msgspec.json.decode(line, type=GpuTrial)
         found = starts_of(row.reference_samples_ms, row.candidate_samples_ms, row.starts)
         trials.setdefault(row.operator, []).append(found)

@@ -31,6 +31,7 @@ from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.records import Begun, Event, Lineage, Opened, Rejection, Stopped, Termination, to_json
+from pytest_klineage.results.packed import read_packed
 
 TRAJECTORY_FILE = "trajectory.jsonl"
 SETTINGS_KEY = "walk"
@@ -91,7 +92,7 @@ def replay(directory: Path, judge: Judge | None, *, report: Report | None = None
     judging = ReplayJudging(events, VerdictFile(directory / VERDICTS_FILE), judge)
     with tempfile.TemporaryDirectory() as scratch:
         copy = Path(scratch) / TRAJECTORY_FILE
-        shutil.copyfile(directory / TRAJECTORY_FILE, copy)
+        copy.write_bytes(read_packed(directory / TRAJECTORY_FILE))
         with Session.resume(copy, RecordedOnly(begun, events)) as session:
             walked = Walk(origin, session, judging, settings_of(begun), report).run()
     return Replayed(

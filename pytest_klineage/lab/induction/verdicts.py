@@ -28,6 +28,7 @@ from pytest_klineage.records import (
 )
 from pytest_klineage.records.codec import finite_json
 from pytest_klineage.records.verdict import DISTURBED
+from pytest_klineage.results.packed import is_there, read_packed
 
 VERDICTS_FILE = "verdicts.jsonl"
 WIDE = 0.1
@@ -59,7 +60,7 @@ class VerdictFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            data = path.read_bytes() if path.exists() else b""
+            data = read_packed(path) if is_there(path) else b""
             whole = data[: data.rfind(b"\n") + 1]
             if whole != data:
                 os.truncate(path, len(whole))

@@ -19,9 +19,13 @@ from pytest_klineage.lab.llm.conversation import PROMPT_SET
 from pytest_klineage.lab.llm.faults import TrajectoryMismatch
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.records import Code, Status
+from pytest_klineage.results.packed import read_packed
 
 ROOT = Path(__file__).parents[4]
-SHIPPED = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("experts/*/*/lineage/lineage.json"))
+SHIPPED = sorted(
+    path.parent.relative_to(ROOT) for root in ("experts", "results/walked-sm90")
+    for path in ROOT.glob(f"{root}/*/*/lineage/lineage.json")
+)  # fmt: skip
 
 
 def test_a_walk_with_the_real_gate(
@@ -58,7 +62,7 @@ def test_shipped_lineages_replay_with_other_words(
     with pytest.raises(TrajectoryMismatch, match="another prompt"):
         replay(copy, None)
     trajectory = copy / TRAJECTORY_FILE
-    head, _, rest = trajectory.read_bytes().partition(b"\n")
+    head, _, rest = read_packed(trajectory).partition(b"\n")
     line = msgspec.json.decode(head)
     line["event"]["prompt_set"] = PROMPT_SET - 1
     trajectory.write_bytes(msgspec.json.encode(line) + b"\n" + rest)
