@@ -210,15 +210,17 @@ class _FolderJudge:
         self._tell(f"{name}: left open, no memory beside other judges (--share 1 judges it): {why.splitlines()[0]}")
 
     def _count(self, request: JudgeRequest, reply: JudgeReply, spent_s: float) -> None:
+        waits = ""
         if reply.verdict is not None:
             self.judged += 1
-            text = verdict_text(reply.verdict)
+            text, waits = verdict_text(reply.verdict), waits_text(reply.verdict)
         else:
             self.faults += 1
             self._failed.add(request.digest)
             self.executor.close()
             text = f"no verdict: {reply.fault.message.splitlines()[0]}" if reply.fault is not None else "no verdict"
-        self._tell(f"{self.name}: {request.case.id} {request.source.label or 'kernel'}: {text} ({spent_s:.1f} s)")
+        name = f"{self.name}: {request.case.id} {request.source.label or 'kernel'}"
+        self._tell(f"{name}: {text} ({spent_s:.1f} s{waits})")
 
 
 def missing_memory(reply: JudgeReply) -> str:
@@ -235,6 +237,13 @@ def verdict_text(verdict: Verdict) -> str:
     timing = verdict.timing if verdict.ranked else None
     speed = f" {timing.speedup.estimate:.3f}x" if timing is not None else ""
     return verdict.code.value + speed + (" (screened)" if verdict.screened is not None else "")
+
+
+def waits_text(verdict: Verdict) -> str:
+    """What a judgement waited for a second or longer, the longest first, in seconds."""
+    longest = sorted(verdict.waits_s.items(), key=lambda item: -item[1])
+    said = ", ".join(f"{what} {seconds:.1f}" for what, seconds in longest if seconds >= 1)
+    return f": {said}" if said else ""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -149,6 +150,7 @@ class JudgementContext:
         """Libraries that processes of the candidate which have ended had loaded."""
         self.opened: CaseOpened | None = None
         self.timed_s = 0.0
+        self.waits_s: dict[str, float] = {}
         self.kernels: dict[str, tuple[KernelTime, ...]] = {}
         self.sanitizer: dict[str, str] = {}
 
@@ -245,13 +247,23 @@ class JudgementContext:
         tunes = self.gate.host.device != "cpu" or self.case.reference == COMPILED
         slow = role == "reference" and tunes
         deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
-        answer = self.processes.ask_oracle(
-            Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
-        )  # fmt: skip
+        with self.waiting_for("reference" if role == "reference" else "candidate"):
+            answer = self.processes.ask_oracle(
+                Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
+            )  # fmt: skip
         worker.oracle_end.close()
         if isinstance(answer, WorkerFailure):
             raise self.failed(answer)
         return answer
+
+    @contextlib.contextmanager
+    def waiting_for(self, what: str) -> Iterator[None]:
+        """Count the seconds that this takes."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waits_s[what] = self.waits_s.get(what, 0.0) + time.monotonic() - started
 
     def restart(self) -> None:
         """Start both sides again, in new processes that load at the same time, with the jobs they had.
@@ -363,6 +375,7 @@ class JudgementContext:
             notes=tuple(self.notes),
             log=self.log,
             overhead_s=overhead_s,
+            waits_s={what: round(seconds, 3) for what, seconds in self.waits_s.items()},
             judged_at=now(),
             screened=self.screen_against if self.timings else None,
         )

@@ -113,7 +113,8 @@ class Judgement(JudgementContext):
         self.processes.oracle()
         self.processes.template(self._reference_preload())
         try:
-            opened = self.processes.ask_oracle(request, CaseOpened, ORACLE_DEADLINE_S)
+            with self.waiting_for("oracle"):
+                opened = self.processes.ask_oracle(request, CaseOpened, ORACLE_DEADLINE_S)
         except (DeadlineExceeded, WorkerDied) as error:
             raise lost_oracle(self.case, error) from error
         if isinstance(opened, WorkerFailure):
@@ -282,7 +283,8 @@ class Judgement(JudgementContext):
     def _stock(self) -> None:
         """Have the oracle make what timing needs, now that there is a kernel to be timed."""
         self.gate.report("oracle", "making new problems for timing")
-        self.processes.ask_oracle(Stock(), Attached, ORACLE_DEADLINE_S)
+        with self.waiting_for("oracle"):
+            self.processes.ask_oracle(Stock(), Attached, ORACLE_DEADLINE_S)
 
     def _look_for_libraries(self) -> None:
         ended = self.workers["candidate"].end()

@@ -306,6 +306,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """What the candidate printed, bounded and cleaned of control characters."""
     overhead_s: float = 0.0
     """Wall time of the judgement outside of timed blocks and the build."""
+    waits_s: dict[str, float] = {}
+    """Of the judgement's wall time, what was waited for: "oracle" to make problems and answers, "reference" and
+    "candidate" to start, all their restarts together."""
     judged_at: str = ""
     """UTC, ISO 8601."""
     screened: float | None = None

@@ -43,7 +43,7 @@ EFFECT_RULE = "before over after, from the pairs of the simpler state's verdict:
 class WalkSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How far a walk goes and how much patience it has. No limit says that the last state is naive."""
 
-    max_steps: int = 20
+    max_steps: int = 40
     max_proposals: int = 5
     """Proposals at one state, whichever way they are refused."""
     max_rejections: int = 20

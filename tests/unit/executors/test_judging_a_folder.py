@@ -20,12 +20,12 @@ from pytest_klineage.cli.judge import devices_of, read_seconds, status_line
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import verdict_of
 from pytest_klineage.executors.batch import BatchFolder
-from pytest_klineage.executors.judging import judge_folder, verdict_text
+from pytest_klineage.executors.judging import judge_folder, verdict_text, waits_text
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.operators import make_case
-from pytest_klineage.records import Code, KernelSource, SourceFile, Surface
+from pytest_klineage.records import Code, KernelSource, SourceFile, Status, Surface, Verdict
 from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
@@ -92,6 +92,10 @@ def test_a_folder_is_copied_there_and_back(folder: BatchFolder, ask: Ask, cache:
     codes = [verdict_of(folder, request).code for request in requests]
     assert codes == [verdict_of(there, request).code for request in requests]
     assert codes[1] is Code.COMPILE
+    unwritten, broken = (verdict_of(folder, request) for request in requests)
+    assert set(unwritten.waits_s) == {"oracle", "reference", "candidate"}
+    assert 0 < sum(unwritten.waits_s.values()) <= unwritten.overhead_s
+    assert broken.waits_s == {}
     assert folder.machine("cpu").platform == "cpu"
     assert folder.open_requests("cpu") == []
 
@@ -416,3 +420,16 @@ def test_judges_that_share_a_gpu_are_several(monkeypatch: pytest.MonkeyPatch) ->
     assert [name for name, _ in devices_of("sm90", 1, 1)] == ["gpu 0"]
     with pytest.raises(UsageError, match="--share is 1 at least"):
         devices_of("sm90", None, 0)
+
+
+@pytest.mark.parametrize(
+    ("waits", "said"),
+    [
+        ({}, ""),
+        ({"oracle": 0.99}, ""),
+        ({"candidate": 1.0, "oracle": 0.2, "reference": 12.34}, ": reference 12.3, candidate 1.0"),
+    ],
+)
+def test_long_waits_are_named(waits: dict[str, float], said: str, folder: BatchFolder, ask: Ask) -> None:
+    verdict = Verdict(case=ask("return 0;").case, status=Status.ACCEPTED, reasons=(), surface="cpp", source_digest="")
+    assert waits_text(msgspec.structs.replace(verdict, waits_s=waits)) == said

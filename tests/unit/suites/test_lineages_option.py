@@ -1,4 +1,4 @@
-"""`--lineages`: what an author wrote in another folder is derived and timed instead of this repository's."""
+"""`--lineages`: lineages of another folder are derived, timed and gone on with instead of this repository's."""
 
 from __future__ import annotations
 
@@ -26,6 +26,20 @@ def test_only_the_other_folder_is_read(suite: str, elsewhere: Path) -> None:
     assert other
     assert set(other) == {name for name in own if "[gdn-" in name}
     assert len(own) > len(other)
+
+
+def test_walks_are_kept_there(tmp_path: Path) -> None:
+    walked = shutil.copytree(
+        ROOT / "experts" / "gemm" / "cpu-cpp" / "lineage", tmp_path / "gemm" / "cpu-cpp" / "lineage"
+    )
+    command = [sys.executable, "-m", "pytest", "suites/lineage/test_induce.py", "-p", "no:cacheprovider", "-rs"]
+    asked = ["-k", "test_induce and cpu-cpp", "--klineage-platform=cpu", f"--lineages={tmp_path}"]
+    model = ["--klineage-llm=exchange", f"--klineage-exchange={tmp_path / 'prompts'}", "--klineage-model=unbilled"]
+    model += [f"--klineage-executor=batch:{tmp_path / 'judge'}", f"--klineage-trajectories={tmp_path / 'walks'}"]
+    done = subprocess.run([*command, *asked, *model], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert f"{walked} is whole" in done.stdout
+    assert "5 chains" not in done.stdout
+    assert "4 chains: 4 wait for verdicts" in done.stdout
 
 
 def collected(suite: str, judges: Path, *options: str) -> list[str]:
