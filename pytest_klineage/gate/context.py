@@ -237,7 +237,8 @@ class JudgementContext:
     def _launch(self, role: str, job: Job, preload: str) -> None:
         """Start a worker's process, which loads its kernel without being asked."""
         self.jobs[role] = job, preload
-        self.workers[role] = Worker(self.processes.template(preload), job)
+        with self.waiting_for(role):
+            self.workers[role] = Worker(self.processes.template(preload), job)
 
     def _attach(self, role: str) -> Attached:
         """Wait until a worker has loaded its kernel, and have the oracle take it over."""
@@ -247,7 +248,7 @@ class JudgementContext:
         tunes = self.gate.host.device != "cpu" or self.case.reference == COMPILED
         slow = role == "reference" and tunes
         deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
-        with self.waiting_for("reference" if role == "reference" else "candidate"):
+        with self.waiting_for(role):
             answer = self.processes.ask_oracle(
                 Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
             )  # fmt: skip
@@ -258,8 +259,8 @@ class JudgementContext:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Count the seconds that this takes."""
-        started = time.monotonic()
+        """Count the seconds that this takes: for the oracle, the reference, or a process of the candidate."""
+        what, started = what if what in ("oracle", "reference") else "candidate", time.monotonic()
         try:
             yield
         finally:

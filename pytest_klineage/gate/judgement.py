@@ -73,7 +73,8 @@ class Judgement(JudgementContext):
     def _reference_preload(self) -> str:
         if self.reference_source is not None:
             return self.preload(self.reference_source)
-        return ":".join(("torch", ",".join(reference_of(self.case).ahead(self.case))))
+        ahead = reference_of(self.case).ahead(self.case)
+        return f"torch:{','.join(ahead)}" if ahead else "torch"
 
     def _audit(self) -> None:
         self.audit = audit(self.source)

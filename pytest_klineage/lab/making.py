@@ -67,8 +67,9 @@ def walk_origin(expert: Expert, platform: str, machine: str) -> WalkOrigin:
     say its techniques: an expert of many shapes has more code than they need.
     """
     case, hand_made = paper_case(expert.operator, "cpu" if platform == "cpu" else "gpu"), expert.directory / HAND_MADE
-    of_case = (hand_made / LINEAGE_FILE).exists()
-    source = unnamed(load_lineage(hand_made).sources[-1]) if of_case else expert.source("expert")
+    source = expert.source("expert")
+    if (hand_made / LINEAGE_FILE).exists() and (stored := load_lineage(hand_made)).lineage.case.id == case.id:
+        source = unnamed(stored.sources[-1])
     contract = instructions_for(
         case, source.surface, platform, source.entry, source.flags, machine=machine,
         reference="another kernel for the same case",

@@ -181,11 +181,6 @@ def load_function(written: str, files: Mapping[str, str]) -> Callable[..., Any]:
     found = FUNCTION.fullmatch(written)
     if found is None:
         raise UsageError(f"a reference of your own is written 'package.module:function', got {written!r}")
-    if found["module"].endswith(".py") and found["module"] not in files:
-        raise UsageError(
-            f"{found['module']}, the file of the reference {written}, is not below {Path.cwd()}: judge in a checkout "
-            "that has it, in the folder that its name begins in"
-        )
     module = load_file(files[found["module"]]) if found["module"] in files else load_module(found["module"])
     function: Any = module
     for part in found["name"].split("."):
@@ -214,11 +209,22 @@ def named_file(path: Path, name: str) -> str:
 def reference_files(written: Iterable[str]) -> dict[str, str]:
     """Of functions as cases name them, the files that this process knows, or finds below the current folder.
 
-    A judge elsewhere has read no markers: like definitions, files are looked for where it was started.
+    A judge elsewhere has read no markers: like definitions, files are looked for where it was started. Raises
+    UsageError for one that is not there.
     """
-    names = {item.partition(":")[0] for item in written}
-    found = {name: str(Path(name).resolve()) for name in names if name.endswith(".py") and Path(name).is_file()}
-    return found | {name: path for name, path in _files.items() if name in names}
+    names, here = {item.partition(":")[0] for item in written}, Path.cwd()
+    found = {name: path for name, path in _files.items() if name in names}
+    for name in sorted(names - set(found)):
+        path = (here / name).resolve()
+        if not name.endswith(".py"):
+            continue
+        if not path.is_file() or not path.is_relative_to(here.resolve()):
+            raise UsageError(
+                f"{name}, the file of a reference, is not below {here}: judge in a checkout that has it, in the folder "
+                "that its name begins in"
+            )
+        found[name] = str(path)
+    return found
 
 
 def load_module(name: str) -> ModuleType:

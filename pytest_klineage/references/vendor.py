@@ -27,6 +27,8 @@ class VendorReference(DeviceReference):
             name: tuple(library.name for library in libraries if name in library.as_vendor()) for name in names
         }
         self._absent: dict[str, dict[str, str]] = {}
+        self._asked: dict[str, tuple[str, ...]] = {}
+        """By case, the libraries whose variants were made: at a restart the one that was chosen before."""
 
     def operators(self) -> tuple[str, ...]:
         return tuple(self._members)
@@ -46,9 +48,9 @@ class VendorReference(DeviceReference):
         found: dict[str, Variant] = {}
         absent = self._absent[case.id] = {}
         missing: dict[str, str] = {}
-        for name in self._members[case.operator]:
-            if trial.only and trial.only.partition(".")[0] != name:
-                continue  # another library was chosen before: what loads this one would be for nothing
+        members, chosen = self._members[case.operator], trial.only.partition(".")[0]
+        asked = self._asked[case.id] = (chosen,) if chosen in members else members
+        for name in asked:
             library = self._libraries[name]
             try:
                 library.check(case, trial.platform)
@@ -84,7 +86,7 @@ class VendorReference(DeviceReference):
     def describe(self, case: KernelCase) -> dict[str, str]:
         """Also the versions of every library that was asked, and "absent.<library>" with the reason."""
         described, absent = super().describe(case), self._absent.get(case.id, {})
-        for name in self._members[case.operator]:
+        for name in self._asked.get(case.id, self._members[case.operator]):
             if name not in absent:
                 versions = self._libraries[name].versions()
                 if note := versions.pop(VERSION_NOTE, ""):

@@ -169,10 +169,11 @@ class ProblemSet:
 
     def size_of_stock(self, seconds: float, size: int, free: float) -> int:
         """How many new problems are made for timing, where one takes so many seconds, and bytes of the free ones."""
-        count = min(STOCK, int(STOCK_LIMIT_S / seconds))
-        if count >= LEAST_STOCK and size * count <= free * STOCK_SHARE:
+        in_time = min(STOCK, int(STOCK_LIMIT_S / seconds))
+        count = min(in_time, int(free * STOCK_SHARE / size)) if size > 0 else in_time
+        if count >= LEAST_STOCK:
             return count
-        why = f"takes {seconds:.1f} s" if count < LEAST_STOCK else f"takes {size / 1e9:.1f} GB of the GPU's memory"
+        why = f"takes {seconds:.1f} s" if in_time < LEAST_STOCK else f"takes {size / 1e9:.1f} GB of the GPU's memory"
         self.notes = [*self.notes, f"making a problem {why}, so none is made for timing"]
         return 0
 
@@ -211,4 +212,7 @@ def allocated_bytes(device: str) -> int:
 
 def free_bytes(device: str) -> float:
     """What is free of a GPU's memory."""
-    return math.inf if device == "cpu" else float(torch.cuda.mem_get_info()[0])
+    if device == "cpu":
+        return math.inf
+    torch.cuda.empty_cache()
+    return float(torch.cuda.mem_get_info()[0])

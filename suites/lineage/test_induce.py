@@ -26,6 +26,7 @@ from pytest_klineage.lab.library.lineages import FOLDER, LINEAGE_FILE, read_reco
 from pytest_klineage.lab.making import expert_name, instruction_sets, make_lineage, walk_origin
 from pytest_klineage.lab.optimizers.instructions import machine_text
 from pytest_klineage.plugin.session import SESSION_KEY
+from pytest_klineage.results.packed import is_there
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.plugin import Models
@@ -81,7 +82,7 @@ def test_replay(
     """The kept replies lead to the kept lineage, and today's verdicts are of the kept classes."""
     if not klineage_models.is_replay:
         pytest.skip("replays kept trajectories with --klineage-llm=replay")
-    if not (kept / TRAJECTORY_FILE).exists():
+    if not is_there(kept / TRAJECTORY_FILE):
         pytest.skip(f"{expert_name(expert)} has no kept trajectory")
     again = replay(kept, quick_judge, report=lambda line: tell(f"{expert_name(expert)} {line}"))
     wrong = [f"the lineage is another one: {difference}" for difference in again.differences]

@@ -68,7 +68,7 @@ def induce(
     stored = save_lineage(directory, walked.lineage, walked.sources)
     try:
         shutil.copyfile(trajectory, directory / TRAJECTORY_FILE)
-        shutil.copyfile(file.path, directory / VERDICTS_FILE)
+        (directory / VERDICTS_FILE).write_bytes(read_packed(file.path))
     except OSError as error:
         raise StoreError(f"the trajectory cannot be kept in {directory}: {error.strerror or error}") from error
     return stored

@@ -28,7 +28,7 @@ from pytest_klineage.records import (
 )
 from pytest_klineage.records.codec import finite_json
 from pytest_klineage.records.verdict import DISTURBED
-from pytest_klineage.results.packed import is_there, read_packed
+from pytest_klineage.results.packed import is_there, read_packed, unpack
 
 VERDICTS_FILE = "verdicts.jsonl"
 WIDE = 0.1
@@ -63,6 +63,7 @@ class VerdictFile:
             data = read_packed(path) if is_there(path) else b""
             whole = data[: data.rfind(b"\n") + 1]
             if whole != data:
+                unpack(path)
                 os.truncate(path, len(whole))
         except OSError as error:
             raise StoreError(f"the verdicts {path} cannot be used: {error.strerror or error}") from error
@@ -73,6 +74,7 @@ class VerdictFile:
         line = finite_json(verdict)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            unpack(self.path)
             with self.path.open("ab") as file:
                 file.write(line + b"\n")
                 file.flush()

@@ -432,7 +432,10 @@ def test_a_choice_of_before_loads_one_library(trial: MakeTrial, monkeypatch: pyt
     monkeypatch.setattr(REFERENCES[other], "variants", lambda *_: pytest.fail(f"{other} is loaded for nothing"))
     made = dataclasses.replace(trial(case), only=chosen, only_ms=1.0)
     answer(reference("vendor").prepare(case, made), made)
-    assert reference("vendor").describe(case)["variant"] == chosen
+    described = reference("vendor").describe(case)
+    assert described["variant"] == chosen
+    assert other not in described
+    assert chosen.partition(".")[0] in described
 
 
 def test_compilers_are_imported_ahead_for_those_who_need_them() -> None:

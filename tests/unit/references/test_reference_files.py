@@ -39,8 +39,14 @@ def test_a_marker_goes_before_the_current_folder(checkout: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(checkout: Path) -> None:
-    written = "deep/absent.py:double"
-    assert reference_files([written]) == {}
     with pytest.raises(UsageError, match=r"absent\.py") as refused:
-        load_function(written, {})
+        reference_files(["deep/absent.py:double"])
     assert str(checkout) in str(refused.value)
+
+
+def test_a_file_outside_of_the_folder_is_not_taken(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (checkout / "mine.py").write_text("def double(x):\n    return 2 * x\n")
+    monkeypatch.chdir(checkout / "deep")
+    for name in ("../mine.py", str(checkout / "mine.py")):
+        with pytest.raises(UsageError, match="not below"):
+            reference_files([f"{name}:double"])

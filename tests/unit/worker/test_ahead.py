@@ -47,6 +47,7 @@ def test_modules_are_imported_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path
         (tmp_path / f"{name}.py").write_text("import tempfile\nfolder = tempfile.gettempdir()\n")
     (tmp_path / "second_ahead.py").write_text("raise RuntimeError('no device')\n")
     monkeypatch.setenv(ahead.INDUCTOR_CACHE, str(tmp_path / "cache"))
+    monkeypatch.setenv("TORCH_WARM_POOL", "1")
     names = ("first_ahead", "second_ahead", "absent_ahead", "third_ahead")
     assert ahead.import_ahead(names, lambda: False) == names
     assert sys.modules["first_ahead"].folder == sys.modules["third_ahead"].folder == str(tmp_path / "cache")
@@ -54,7 +55,8 @@ def test_modules_are_imported_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert os.environ["TORCH_WARM_POOL"] == "0"
 
 
-def test_what_opens_a_gpu_is_left_out_with_all_behind_it() -> None:
+def test_what_opens_a_gpu_is_left_out_with_all_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_WARM_POOL", "1")
     seen = iter([False, True])
     assert ahead.import_ahead(("json", "colorsys", "wave"), lambda: next(seen)) == ("json",)
 

@@ -11,7 +11,7 @@ from pytest_klineage import operator
 from pytest_klineage.operators import make_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records.messages import OpenCase
-from pytest_klineage.worker.problems import STOCK, ProblemSet
+from pytest_klineage.worker.problems import LEAST_STOCK, STOCK, ProblemSet
 
 
 @operator("x[N] -> y[N-2]", dtypes=("fp32",))
@@ -39,7 +39,8 @@ def test_new_problems_have_their_own_bounds() -> None:
         (4.5, 0, math.inf, 13, ""),
         (6.0, 0, math.inf, 0, "takes 6.0 s"),
         (1.0, 10**9, 3 * STOCK * 10**9, STOCK, ""),
-        (1.0, 10**9, 3 * STOCK * 10**9 - 3, 0, "1.0 GB of the GPU's memory"),
+        (1.0, 10**9, 3 * STOCK * 10**9 - 3, STOCK - 1, ""),
+        (1.0, 10**9, 3 * LEAST_STOCK * 10**9 - 3, 0, "1.0 GB of the GPU's memory"),
     ],
 )
 def test_a_stock_fits_into_time_and_memory(
