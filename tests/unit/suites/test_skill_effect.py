@@ -243,7 +243,11 @@ def test_only_what_is_built_with_its_words_reaches_a_gpu(pytestconfig: pytest.Co
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
     chosen = ("test_effect.py", "-k", f"({TOPK} or {ATTENTION}) and none-1 and test_chain")
-    assert turn(pytestconfig.rootpath, tmp_path, *chosen).returncode == WAITING_EXIT
+    first = turn(pytestconfig.rootpath, tmp_path, *chosen)
+    if DESIGN.frozen != frozen_now(DESIGN):
+        assert "not the frozen ones" in first.stdout
+        pytest.skip("cards have changed since the freeze: the experiment's chains are no longer asked for")
+    assert first.returncode == WAITING_EXIT
     replies = tmp_path / "replies" / "skill_effect-sm90" / "effect" / "none"
     root = {name: DESIGN.root(name).files[0].text for name in (TOPK, ATTENTION)}
     (replies / f"{TOPK}-1" / "0001-reply.md").write_text(f"PLAN: x\n\n```cuda\n{root[TOPK]}}}\n```\n")
