@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 import subprocess
@@ -82,9 +81,3 @@ def test_a_template_begins_again_without_it() -> None:
         assert b"--preload\0none:json\0" in command.read_bytes()
         ours.close()
         assert process.wait(60) == 0
-
-
-def test_argparse_names_the_kinds() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--preload", type=ahead.parsed)
-    assert parser.parse_args(["--preload", "torch:x"]).preload == ("torch", ("x",))
