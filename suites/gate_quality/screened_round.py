@@ -4,7 +4,6 @@ CPU the last states of the walked lineages."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -15,6 +14,7 @@ from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.lab.library.lineages import FOLDER, HAND_MADE, load_lineage
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelCase, KernelSource, Verdict, from_plain
+from pytest_klineage.results.packed import is_there, read_packed
 
 WORKLOADS: dict[str, dict[str, object]] = {
     "gemm": {}, "fmha": {}, "topk": {}, "gdn": {}, "conv2d": {}, "conv2d-nhwc": {"layout": "nhwc"},
@@ -84,10 +84,10 @@ def spread(chain: list[tuple[KernelSource, tuple[str, ...]]], count: int) -> lis
 
 def recorded_best(platform: str) -> dict[str, float]:
     """The expert's recorded speedup by workload: a search that has found it screens against that."""
-    path = Path(ROOT / "results" / f"main_tier-{platform}" / "records.jsonl")
-    if not path.is_file():
+    path = ROOT / "results" / f"main_tier-{platform}" / "records.jsonl"
+    if not is_there(path):
         raise UsageError(f"{path.parent} has no recorded speedups to screen against")
-    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
+    lines = [msgspec.json.decode(line) for line in read_packed(path).splitlines()]
     verdicts = [from_plain(line["verdict"], Verdict) for line in lines]
     return {workload_of(one.case): one.timing.speedup.estimate for one in verdicts if one.timing is not None}
 
