@@ -100,11 +100,14 @@ class BatchFolder:
         return reply
 
     def machine(self, platform: str) -> Machine:
-        """The machine that judged last for a platform. Raises WaitsForVerdict while none has."""
+        """The machine that judged last for a platform. Raises WaitsForVerdict while none has; the folder is made then,
+        for the judge that the message asks for."""
         try:
             return from_json((self.root / MACHINE / f"{platform}.json").read_bytes(), Machine)
         except FileNotFoundError as error:
-            message = f"{self.root} does not know its {platform} machine yet: pytest-klineage judge {self.root}"
+            _make(self.root)
+            judge = f"pytest-klineage judge {self.root} --platform {platform}"
+            message = f"{self.root} does not know its {platform} machine yet: {judge}"
             raise WaitsForVerdict(self.where, message) from error
 
     def note_machine(self, machine: Machine) -> None:
@@ -208,11 +211,18 @@ class BatchFolder:
         return self.root / kind / (digest if kind == CLAIM else f"{digest}.json")
 
     def _write(self, path: Path, data: bytes) -> None:
+        _make(path.parent)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             _publish(path, data, replace=path.parent.name == MACHINE)
         except OSError as error:
             raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made: {error.strerror or error}") from error
 
 
 def _order(request: JudgeRequest) -> tuple[object, ...]:

@@ -238,8 +238,9 @@ def test_a_narrower_precision_travels(folder: BatchFolder, ask: Ask, asked: floa
 
 def test_the_machine_is_that_of_the_judge(folder: BatchFolder) -> None:
     gate = ExecutorGate(folder, "sm90", GateSettings())
-    with pytest.raises(WaitsForVerdict, match="does not know its sm90 machine"):
+    with pytest.raises(WaitsForVerdict, match=r"does not know its sm90 machine yet: .* judge .* --platform sm90"):
         gate.machine()
+    assert folder.root.is_dir(), "the judge that the message asks for takes no folder that is not there"
     folder.note_machine(Machine(platform="sm90", device="NVIDIA H200"))
     folder.note_machine(Machine(platform="sm90", device="NVIDIA H100"))
     assert gate.machine().device == "NVIDIA H100"
