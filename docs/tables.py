@@ -19,6 +19,7 @@ import msgspec
 from package_tables import PACKAGE_TABLES
 from tabulate import tabulate
 
+from pytest_klineage.gate.findings import floor_of
 from pytest_klineage.lab.induction.admit_store import TRIAL_FILE, TrialRecord, trial_folders
 from pytest_klineage.lab.library.cards import card_folders, read_card
 from pytest_klineage.lab.library.experts import Expert, find_experts
@@ -26,8 +27,10 @@ from pytest_klineage.lab.library.lineages import read_json
 from pytest_klineage.lab.library.rendering import speedup_text as interval_text
 from pytest_klineage.lab.studies.chains import Keys, chains_below, root_speeds
 from pytest_klineage.lab.studies.effect import Study, report
+from pytest_klineage.operators import operator_of
 from pytest_klineage.records import AdmissionRule, SkillCard, Surface, Timing, Trial, TrialOutcome, Verdict, from_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
+from pytest_klineage.records.platform import gpu_platforms
 from pytest_klineage.report.aggregate import summarise
 from pytest_klineage.report.tables import floor_text, floors_known, milliseconds, ratio, speedup_text
 from pytest_klineage.results.packed import is_there, read_lines
@@ -78,7 +81,18 @@ def main_tier(run: str) -> str:
 
 def published(run: str) -> list[Verdict]:
     """Every verdict of a published run."""
-    return [verdict for _node, verdict in judged_in(f"{run}/records.jsonl")]
+    return [with_floor(verdict) for _node, verdict in judged_in(f"{run}/records.jsonl")]
+
+
+def with_floor(verdict: Verdict) -> Verdict:
+    """The verdict; with the floor of its GPU where its record is older than floors in records."""
+    machine, case = verdict.machine, verdict.case
+    kind = gpu_platforms().get(machine.platform) if machine is not None else None
+    if verdict.floor is not None or machine is None or kind is None:
+        return verdict
+    needs, row = operator_of(case), kind.product(machine.device)
+    peaks, product = kind.peaks(machine.device, case.dtype), row.name if row else ""
+    return msgspec.structs.replace(verdict, floor=floor_of(needs.flops(case), needs.min_bytes(case), peaks, product))
 
 
 def row_of(verdict: Verdict) -> Iterable[str]:

@@ -234,9 +234,9 @@ TRUSTED_GAIN = 1.5
 """A kernel that is no faster than so many times a trusted reference is not too fast: the floor would be wrong then."""
 
 
-def floor_of(opened: CaseOpened, peaks: Peaks, product: str = "") -> Floor:
+def floor_of(flops: float, min_bytes: float, peaks: Peaks, product: str = "") -> Floor:
     """The least time that arithmetic and memory take at these peaks, those of a product or of all of a platform's."""
-    by_flops, by_bytes = opened.flops / peaks.flops * 1e3, opened.min_bytes / peaks.bytes * 1e3
+    by_flops, by_bytes = flops / peaks.flops * 1e3, min_bytes / peaks.bytes * 1e3
     return Floor(ms=max(by_flops, by_bytes), limit="flops" if by_flops > by_bytes else "bytes", product=product)
 
 

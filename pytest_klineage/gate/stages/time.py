@@ -60,7 +60,7 @@ class TimedStage:
         """What the times are to be seen beside."""
         context, host = self.context, self.context.gate.host
         peaks = host.peaks(context.gate.threads, context.case.dtype)
-        context.floor = findings.floor_of(opened, peaks, host.product)
+        context.floor = findings.floor_of(opened.flops, opened.min_bytes, peaks, host.product)
         context.notes += host.notes()
 
     def _timing_reason(self, outcome: Measurement, opened: CaseOpened) -> Reason:

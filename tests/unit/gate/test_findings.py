@@ -43,9 +43,9 @@ def peaks(cores: int) -> Peaks:
 class TestFloor:
     def test_the_longer_of_both_is_the_floor(self) -> None:
         machine = Peaks(flops=1e12, bytes=1e9)
-        assert floor_of(opened(2e9, 1e6), machine, "NVIDIA H200") == Floor(ms=2.0, limit="flops", product="NVIDIA H200")
-        assert floor_of(opened(0.0, 3e6), machine) == Floor(ms=3.0, limit="bytes")
-        assert floor_of(opened(1e18, 3e6), Peaks(flops=math.inf, bytes=1e9)).limit == "bytes"
+        assert floor_of(2e9, 1e6, machine, "NVIDIA H200") == Floor(ms=2.0, limit="flops", product="NVIDIA H200")
+        assert floor_of(0.0, 3e6, machine) == Floor(ms=3.0, limit="bytes")
+        assert floor_of(1e18, 3e6, Peaks(flops=math.inf, bytes=1e9)).limit == "bytes"
 
     def test_a_possible_time_gives_no_reason(self) -> None:
         assert floor_reason(opened(1e9, 1e6), 10.0, peaks(2)) is None

@@ -301,7 +301,7 @@ class TestFloorEdges:
         assert findings.floor_reason(self.OPENED, 1.999, self.PEAKS) is not None
 
     def test_memory_is_the_limit_where_both_are_one(self) -> None:
-        assert findings.floor_of(self.OPENED, self.PEAKS).limit == "bytes"
+        assert findings.floor_of(2e9, 2e6, self.PEAKS).limit == "bytes"
 
 
 class TestBusyEdges:
