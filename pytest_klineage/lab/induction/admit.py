@@ -1,7 +1,6 @@
 """Admission: a card alone, a fresh kernel at a held-out place, and whether the gate sees the card's effect there.
 
-Every trial becomes an entry of the card's log, failed ones too. Where targets come from, and where trials are stored,
-is said elsewhere.
+Every trial becomes an entry of the card's log, failed ones too.
 """
 
 from __future__ import annotations

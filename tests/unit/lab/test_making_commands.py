@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.cli.main import main
+from pytest_klineage.lab.induction.admit_store import read_trial
 from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.library.cards import find_cards, read_card, write_card
 from pytest_klineage.lab.library.lineages import FOLDER, find_all, load_lineage, read_record, save_lineage
@@ -96,7 +97,7 @@ def test_a_trial_is_judged_stored_and_logged(at: Path, says: Callable[[str], tup
     folder, trial = candidate(at / "skills"), sorted((ROOT / "skills" / CARD / "trials").iterdir())[-1]
     targets = at / "targets.toml"
     targets.write_text("[cpu]\nconv2d = [[1, 16, 8, 8, 16, 3, 1, 1]]\n")
-    kernel = (trial / "kernel.cpp").read_text()
+    kernel = read_trial(trial).kernel.main.text
     status = main(
         ["cards", "admit", CARD, "--skills=skills", f"--experts={ROOT / 'experts'}", f"--targets={targets}",
          *says(f"```cpp\n{kernel}\n```\n"), *QUICK]
