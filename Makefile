@@ -77,7 +77,7 @@ build-kernels: $(STAMP) | check-compiler
 	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
 
 sizes: $(STAMP)
-	$(BIN)/python tests/sizes.py
+	$(BIN)/python docs/sizes.py
 
 tables: $(STAMP)
 	$(BIN)/python docs/tables.py

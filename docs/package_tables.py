@@ -1,10 +1,11 @@
-"""Tables of what the package has, for regions of the pages: options, operators, platforms, capabilities."""
+"""Tables of what the package has, for regions of the pages: options, operators, platforms, capabilities, sizes."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
 
+from sizes import PACKAGE, counted, table
 from tabulate import tabulate
 
 from pytest_klineage.cli.main import build_parser
@@ -127,6 +128,17 @@ def capabilities() -> str:
     return f"{tabulate(rows, ('platform', 'is granted'), tablefmt='pipe')}\n"
 
 
+def sizes() -> str:
+    """Lines of the package by part."""
+    return f"{table(PACKAGE)}\n"
+
+
+def size() -> str:
+    """The package's lines in a sentence, in thousands: exact figures would be stale with every change."""
+    _files, lines, code, *_ = counted(PACKAGE)["all"]
+    return f"Today it has over {lines // 1000},000 lines, over {code // 1000},000 of them code.\n"
+
+
 PACKAGE_TABLES: dict[str, Callable[[], str]] = {
     "options": options,
     "commands": commands,
@@ -134,4 +146,6 @@ PACKAGE_TABLES: dict[str, Callable[[], str]] = {
     "platforms": platforms,
     "products": products,
     "capabilities": capabilities,
+    "package-size": size,
+    "package-sizes": sizes,
 }

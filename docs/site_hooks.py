@@ -1,4 +1,4 @@
-"""The results page of the site: the HTML report of the published records, made while the site is built."""
+"""What the site has beyond the pages: the HTML report of the published records, and the long tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files
+from tables import with_site_tables
 
 from pytest_klineage import __version__
 from pytest_klineage.report.assemble import assemble
@@ -28,8 +29,8 @@ CELL = re.compile(r"<td[^>]*>.*?</td>", re.S)
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Show executed examples as plain console blocks."""
-    return EXECUTED.sub("```console", markdown)
+    """Show executed examples as plain console blocks, and the tables that stand on the site alone."""
+    return EXECUTED.sub("```console", with_site_tables(markdown))
 
 
 def on_page_content(html: str, **_: object) -> str:

@@ -19,7 +19,7 @@ from tabulate import tabulate
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pytest_klineage"
 NOT_PROSE = {
-    "without generated tables": r"<!-- table: [\w-]+ -->.*?<!-- end -->",
+    "without generated tables": r"<!-- (table|site): [\w-]+ -->.*?<!-- end -->",
     "without code either": r"^```.*?^```",
 }
 NOT_CODE = {
@@ -56,18 +56,26 @@ def docstrings(node: ast.AST) -> Iterator[ast.Expr]:
                 yield one
 
 
-def table(package: Path) -> str:
-    """Files, lines and lines of code by part, and in all."""
-    sizes: dict[str, list[int]] = {}
+def counted(package: Path) -> dict[str, tuple[int, ...]]:
+    """By part, and in all: files, lines, lines with code, with comments and docstrings alone, and blank ones."""
+    sizes: dict[str, tuple[int, ...]] = {}
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
+        lines = text.splitlines()
+        code, blank = code_lines(text), sum(not line.strip() for line in lines)
+        own = (1, len(lines), code, len(lines) - code - blank, blank)
         for name in (part_of(path.relative_to(package).parts[:-1]), "all"):
-            row = sizes.setdefault(name, [0, 0, 0])
-            row[:] = [row[0] + 1, row[1] + len(text.splitlines()), row[2] + code_lines(text)]
+            sizes[name] = tuple(map(sum, zip(sizes.get(name, (0,) * len(own)), own, strict=True)))
+    return sizes
+
+
+def table(package: Path) -> str:
+    """The counts as a table, the largest part first."""
+    sizes = counted(package)
     rows = [(name, *numbers) for name, numbers in sizes.items() if name != "all"]
     return tabulate(
         [*sorted(rows, key=lambda row: -row[2]), ("all", *sizes["all"])],
-        ("part", "files", "lines", "of code"), tablefmt="pipe",
+        ("part", "files", "lines", "code", "comments, docstrings", "blank"), tablefmt="pipe",
     )  # fmt: skip
 
 

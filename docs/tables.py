@@ -1,6 +1,8 @@
-"""Generated regions of the pages: `make tables` makes each from published records or the package; a test says if stale.
+"""Generated regions of the pages: `make tables` makes them from published records or the package.
 
-A region stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+A region stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES. Long tables stand on the
+site alone: between `<!-- site: NAME -->` and `<!-- end -->` is a short form, and how to print the table, which
+site_hooks.py puts there. `python docs/tables.py NAME` prints it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from gate_tables import GATE_TABLES
 from package_tables import PACKAGE_TABLES
+from rerun_intervals import between_runs_of, over_runs
 from tabulate import tabulate
 
 from pytest_klineage.gate.findings import floor_of
@@ -41,30 +45,47 @@ RESULTS = ROOT / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted(RESULTS.glob("*/README.md")))
 LEAST_OF_THE_AUTHORS = 0.99
 """Of the speed of an author's next kernel: what suites/lineage/test_derive.py asks of a model."""
-REGION = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
+REGION = re.compile(r"(<!-- (?P<kind>table|site): (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.S)
 ORDER = ("gemm", "fmha", "topk", "gdn", "conv2d", "linear", "gated_linear", "grouped_mm", "scaled_mm")
 """Operators in the order of the README; a case is the operator's name, sizes and options."""
 SWEPT = "experts-sm90"
 """The run of suites/experts that is published."""
 EFFECT = ROOT / "suites" / "skill_effect"
+
+
 POLICIES = ("do_bench", "cudagraph")
 """Beside the policy that decides, `paired`."""
+DOMAINS = {
+    "gemm": "bf16, fp16; N % 8 = 0",
+    "fmha": "bf16, fp16; D 64, 128, 256",
+    "topk": "fp32, bf16, fp16; K ≤ 2,048",
+    "gdn": "bf16; D 64, 128",
+    "conv2d": "bf16, fp16; C, F % 8 = 0; K ≤ 7",
+}
+"""What the experts of the GPU's main tier take, in a few words; expert.toml beside each has all of it."""
 
 
 def main_tier(run: str) -> str:
     """The main tier of one run: device, date, a row per case, and the geometric mean with its coverage."""
     verdicts = sorted(published(run), key=lambda one: (ORDER.index(one.case.operator), one.case.id))
     policies = [name for name in POLICIES if any(other_timing(one, name) for one in verdicts)]
-    floors = floors_known(verdicts)
+    floors, spread = floors_known(verdicts), between_runs_of(run)
     mixed = len({one.surface for one in verdicts}) > 1
     rows = [
         [
-            *row_of(one), *([floor_text(one)] if floors else []), *([one.surface] if mixed else []),
-            *(speedup(other_timing(one, name)) for name in policies),
+            *row_of(one), *([over_runs(one, spread)] if spread else []), *([floor_text(one)] if floors else []),
+            *([one.surface] if mixed else []), *(speedup(other_timing(one, name)) for name in policies),
+            *([DOMAINS[one.case.operator]] if policies else []),
         ]
         for one in verdicts
     ]  # fmt: skip
-    more = [*(["floor"] if floors else []), *(["language"] if mixed else []), *policies]
+    more = [
+        *(["over runs"] if spread else []),
+        *(["floor"] if floors else []),
+        *(["language"] if mixed else []),
+        *policies,
+        *(["the kernel takes"] if policies else []),
+    ]
     headers = ("case", "reference", "reference ms", "kernel ms", "speedup", *more)
     days = sorted({one.judged_at[:10] for one in verdicts})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
@@ -77,6 +98,11 @@ def main_tier(run: str) -> str:
         f"{device}, {when}; policy `paired`, 95 % intervals; samples in `results/{run}`.\n\n"
         f"{table}\n\n{mean} over {summary.scored} of {summary.judged} cases.\n"
     )
+
+
+def last_line(table: str) -> str:
+    """The geometric mean below a table of speedups."""
+    return f"{table.strip().splitlines()[-1]}\n"
 
 
 def published(run: str) -> list[Verdict]:
@@ -141,9 +167,14 @@ def accepted(contract: str) -> str:
 
 
 def sweeps() -> str:
-    """Sweeps of the CUDA experts: mean and slowest case beside what is asked for; then every case, in any language."""
+    """Sweeps of the CUDA experts, then every case that was judged, in any language."""
+    return f"{swept_means()}\n{main_tier(SWEPT)}" if is_there(RESULTS / SWEPT / "records.jsonl") else swept_means()
+
+
+def swept_means() -> str:
+    """Sweeps of the CUDA experts: mean and slowest case beside what is asked for."""
     asked = tomllib.loads((ROOT / "suites" / "experts" / "sweeps.toml").read_text())
-    if not is_there(ROOT / "results" / SWEPT / "records.jsonl"):
+    if not is_there(RESULTS / SWEPT / "records.jsonl"):
         count = sum(len(sweep["cases"]) for sweep in asked.values())
         return f"Not measured yet: {count} cases are defined; `pytest suites/experts --platform sm90` judges them.\n"
     swept = [one for one in published(SWEPT) if one.surface == Surface.CUDA]
@@ -151,7 +182,7 @@ def sweeps() -> str:
         sweep_row(name, sweep, [one for one in swept if one.case.operator == name]) for name, sweep in asked.items()
     ]
     headers = ("sweep", "accepted", "geomean", "asked", "slowest case", "asked")
-    return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n\n{main_tier(SWEPT)}"
+    return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
 
 
 def sweep_row(name: str, asked: dict[str, Any], verdicts: list[Verdict]) -> Iterable[str]:
@@ -183,9 +214,17 @@ def cards_on_cpu() -> str:
 def held_out() -> str:
     """The held-out rows of FlagGems, as suites/flaggems published them."""
     path = RESULTS / "flaggems-sm90" / "sm90.md"
-    if not path.exists():
-        return "Not measured yet: 22 rows in 4 arms are defined.\n"
-    return f"{path.read_text()}\nSamples in `results/flaggems-sm90`.\n"
+    return path.read_text() if path.exists() else "Not measured yet: 22 rows in 4 arms are defined.\n"
+
+
+def held_out_means() -> str:
+    """The last table of the held-out rows: geometric means by family, coverage, and how many reach 0.99x."""
+    return f"{held_out().strip().rpartition(chr(10) * 2)[2]}\n"
+
+
+def contrasts_of(made: str) -> str:
+    """A report on the effect of cards up to its first table, that of the contrasts."""
+    return made.partition("\n\nFirst shots that succeed")[0] + "\n"
 
 
 def cards_on_sm90() -> str:
@@ -223,19 +262,26 @@ def unpacked(name: str) -> Iterator[Path]:
         yield Path(folder) / "trajectories" / "skill_effect-sm90"
 
 
-def trials() -> str:
-    """How many cards each rule lets in, by platform, and every trial behind that."""
-    made = [(read_card(folder), trial_records(folder)) for folder in card_folders(ROOT / "skills")]
+def tried_cards() -> list[tuple[SkillCard, list[TrialRecord]]]:
+    """Every card with its trials."""
+    return [(read_card(folder), trial_records(folder)) for folder in card_folders(ROOT / "skills")]
+
+
+def trial_counts() -> str:
+    """How many cards each rule lets in, by platform."""
+    made = tried_cards()
     counts = [
         counts_by_rule(platform, [(card, records) for card, records in made if card.origins[0].platform == platform])
         for platform in sorted({card.origins[0].platform for card, _ in made})
     ]
-    rows = [trial_row(card, record) for card, records in made for record in records]
+    return f"{tabulate(counts, ('platform', 'cards', 'several operators', *RULES.values()), tablefmt='pipe')}\n"
+
+
+def trials() -> str:
+    """How many cards each rule lets in, and every trial."""
+    rows = [trial_row(card, record) for card, records in tried_cards() for record in records]
     headers = ("card", "target", "which is", "rule", "expected", "asked", "reached", "outcome")
-    return (
-        f"{tabulate(counts, ('platform', 'cards', 'several operators', *RULES.values()), tablefmt='pipe')}\n\n"
-        f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
-    )
+    return f"{trial_counts()}\n{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
 
 
 RULES = {
@@ -367,18 +413,43 @@ TABLES: dict[str, Callable[[], str]] = {
     "trials": trials,
     "newcomer": newcomer,
     "derived-steps": derived_steps,
+    **GATE_TABLES,
     **PACKAGE_TABLES,
 }
+SHORT: dict[str, Callable[[], str]] = {
+    "expert-sweeps": swept_means,
+    "cards-on-sm90": lambda: contrasts_of(cards_on_sm90()),
+    "held-out-sm90": held_out_means,
+    "trials": trial_counts,
+    "main-tier-cpu": lambda: last_line(main_tier("main_tier-cpu")),
+}
+"""What pages in the repository have of tables that are whole on the site; of others they have nothing."""
 
 
 def regenerated(text: str) -> str:
-    """A page's text with every region made from the records. Raises KeyError for a region that has no table."""
-    return REGION.sub(lambda found: f"{found[1]}{TABLES[found['name']]()}{found[3]}", text)
+    """A page's text with every region made again. Raises KeyError for a region that has no table."""
+    return REGION.sub(lambda found: f"{found[1]}{region_text(found)}{found[4]}", text)
+
+
+def region_text(found: re.Match[str]) -> str:
+    """What a page in the repository has between the marks."""
+    name, whole = found["name"], TABLES[found["name"]]
+    if found["kind"] == "table":
+        return whole()
+    short = f"{SHORT[name]()}\nIn full on" if name in SHORT else "On"
+    return f"{short} the site; `python docs/tables.py {name}` prints it.\n"
+
+
+def with_site_tables(text: str) -> str:
+    """A page's text as the site has it: tables in the place of what stands for them."""
+    return REGION.sub(lambda found: found[0] if found["kind"] == "table" else TABLES[found["name"]](), text)
 
 
 def main() -> None:
-    """Rewrite the regions of all pages."""
-    for page in PAGES:
+    """Print the tables that are named, else rewrite the regions of all pages."""
+    for name in sys.argv[1:]:
+        sys.stdout.write(TABLES[name]())
+    for page in () if sys.argv[1:] else PAGES:
         before = page.read_text()
         if (after := regenerated(before)) != before:
             page.write_text(after)

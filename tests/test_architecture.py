@@ -334,6 +334,24 @@ def test_names_of_tests_are_short() -> None:
     assert not long
 
 
+WORN = re.compile(r"\b(nobody|anew|whoever|told|surely|on the way|at all)\b|(?<!there )\bis (?-i:none)\b", re.I)
+"""Words that had become a tic. "there is none" is plain English; `is None` is code."""
+SHOWN_TO_MODELS = {"lab/induction/walk.py", "lab/induction/lift_checks.py"}
+"""Modules that may keep them: sentences that models were shown, by which recordings replay."""
+
+
+def worn_words(path: Path) -> list[str]:
+    """Lines of a file with a word that became a tic."""
+    lines = enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+    return [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for number, line in lines if WORN.search(line)]
+
+
+def test_worn_words_are_not_written_again() -> None:
+    package = [path for path in FILES if str(path.relative_to(PACKAGE)) not in SHOWN_TO_MODELS]
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    assert [line for path in (*package, *pages) for line in worn_words(path)] == []
+
+
 def test_suites_leave_the_import_path_alone() -> None:
     """Their modules are on it by `pythonpath` in pyproject.toml."""
     paths = sorted((ROOT / "suites").rglob("*.py"))

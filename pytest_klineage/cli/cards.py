@@ -125,7 +125,7 @@ def run_lint(arguments: argparse.Namespace) -> int:
 
 
 def _update_effects(skills: Path, lineages: Mapping[str, Lineage]) -> None:
-    """Write the cards anew whose step was timed again since they were lifted."""
+    """Write the cards again whose step was timed again since they were lifted."""
     from pytest_klineage.lab.library.cards import find_cards, write_card
     from pytest_klineage.lab.library.lint import with_effect_of_step
     from pytest_klineage.lab.library.rendering import speedup_text

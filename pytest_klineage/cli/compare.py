@@ -1,4 +1,4 @@
-"""`pytest-klineage compare`: two runs, or a baseline and a run, from their records. Nothing is judged or pinned."""
+"""`pytest-klineage compare`: two runs, or a baseline and a run, from their records."""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 ENDING_S = 20.0
 """How long judges may take to end after an interruption, until they are killed."""
 STDIN = 0
+MOST_NAMED, LINE_LENGTH = 10, 400
+"""Requests without a verdict that are named at the end, and characters of the line on each."""
 
 
 def add_judge(commands: Commands) -> None:
@@ -44,7 +46,7 @@ def add_judge(commands: Commands) -> None:
         "--share", metavar="N", type=int, default=1,
         help="judges for each GPU, which time in turns and do the rest beside each other (default: 1)",
     )  # fmt: skip
-    judge.add_argument("--cache-dir", metavar="DIR", type=Path, help="where built kernels are kept")
+    judge.add_argument("--cache-dir", metavar="DIR", type=Path, help="where kernels, and definitions, are kept")
     judge.add_argument(
         "--build-only", action="store_true", help="build the kernels of all open requests into DIR/artifacts, no more"
     )
@@ -98,7 +100,7 @@ def run_judge(arguments: argparse.Namespace) -> int:
         say(f"faults of {retried} requests forgotten")
     status = _start_judges(arguments, platform, seconds)
     say(status_line(folder))
-    return status
+    return FAILED if say_unjudged(folder, platform) and status == OK else status
 
 
 def run_judges(arguments: argparse.Namespace) -> int:
@@ -131,6 +133,20 @@ def status_line(folder: BatchFolder) -> str:
     line += f", {counts.refused} refused" if counts.refused else ""
     waiting = ", ".join(f"{count} for {name}" for name, count in counts.platforms)
     return f"{folder.root}: {line}" + (f"; left: {waiting}" if waiting else "")
+
+
+def say_unjudged(folder: BatchFolder, platform: str) -> bool:
+    """Name the requests that faults have left without a verdict, and the next step. Whether there are any."""
+    found = folder.unjudged(platform)
+    for request, fault, given_up in found[:MOST_NAMED]:
+        state = "given up" if given_up else "not judged, the next call tries again"
+        why = f"{fault.code.value}: {fault.message.splitlines()[0]}"
+        say(f"{request.case.id} {request.source.label or 'kernel'}: {state}: {why}"[:LINE_LENGTH])
+    if len(found) > MOST_NAMED:
+        say(f"... and {len(found) - MOST_NAMED} more")
+    if any(given_up and not fault.is_final for _, fault, given_up in found):
+        say(f"once that is mended: pytest-klineage judge {folder.root} --platform {platform} --retry")
+    return bool(found)
 
 
 def _folder(path: Path) -> BatchFolder:

@@ -1,4 +1,4 @@
-"""The command `pytest-klineage`: arguments, errors in one line, exit codes. What the commands do lives elsewhere."""
+"""The command `pytest-klineage`: arguments, errors in one line, exit codes."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def run_admit(arguments: argparse.Namespace) -> int:
 
 
 def _each(items: list[Any], one: Callable[[Any], bool]) -> int:
-    """Do it for every item, also behind one that waits: WAITS where any does, else FAILED where one came to nothing."""
+    """Do it for every item, also after one that waits: WAITS where any does, else FAILED where one came to nothing."""
     done, waits = True, False
     for item in items:
         try:

@@ -1,4 +1,4 @@
-"""`pytest-klineage report`: tables, figures and an HTML page from records. Nothing is measured or imported for it."""
+"""`pytest-klineage report`: tables, figures and an HTML page from records."""
 
 from __future__ import annotations
 

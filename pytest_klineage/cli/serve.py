@@ -45,7 +45,7 @@ def add_external(commands: Commands) -> None:
     run = actions.add_parser("run", help="start the proxy, the evaluation server and an optimizer")
     _add_case(run)
     _add_run(run)
-    run.add_argument("command_line", metavar="COMMAND", nargs="+", help="behind --: the optimizer and its arguments")
+    run.add_argument("command_line", metavar="COMMAND", nargs="+", help="after --: the optimizer and its arguments")
     run.set_defaults(command=run_external)
     prepare = actions.add_parser("prepare", help="write the case down as an optimizer expects its problem")
     prepare.add_argument("format", choices=("adaexplore", "accelopt"), help="whose problem")

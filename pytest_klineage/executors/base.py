@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from pytest_klineage.errors import HarnessError, UsageError, WaitsForVerdict
+from pytest_klineage.executors.carried import carried_files
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
 from pytest_klineage.records import KernelCase, KernelSource, Machine, Verdict
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
@@ -100,7 +101,7 @@ class ExecutorGate(AbstractContextManager["ExecutorGate"]):
         request = JudgeRequest(
             case=case, source=source, platform=self.platform, settings=settings, reference_source=reference_source,
             platforms=platforms, repeat=self._repeat, screen_against=screen_against, priority=self._priority,
-            product=self._product,
+            product=self._product, files=carried_files(case),
         )  # fmt: skip
         return verdict_of(self._executor, request)
 

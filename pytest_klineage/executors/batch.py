@@ -1,6 +1,6 @@
 """The executor of a folder: requests and replies are files, judged later where the GPU is.
 
-request/<digest>.json     what is asked; written whole, once
+request/<digest>.json     what is asked; written whole, again where the files that it carries have changed
 reply/<digest>.json       the verdict; written whole, once: the first one stays
 fault/<digest>.<n>.json   the n-th time that a machine failed
 claim/<digest>            locked by the judge that works on it; the lock ends with the judge, however it ends
@@ -25,7 +25,7 @@ import msgspec
 from pytest_klineage.errors import BadRecord, StoreError, WaitsForVerdict
 from pytest_klineage.records import Machine, from_json, to_json
 from pytest_klineage.records.codec import finite_json
-from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
+from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 REQUEST, REPLY, FAULT, CLAIM, MACHINE, ARTIFACTS = "request", "reply", "fault", "claim", "machine", "artifacts"
 
@@ -80,10 +80,12 @@ class BatchFolder:
         return path if path.is_dir() else None
 
     def submit(self, request: JudgeRequest) -> None:
-        """Write the request, unless it is there."""
+        """Write the request, unless it is answered, or there with the same files."""
         path = self._path(REQUEST, request.digest)
-        if not path.exists() and not self._path(REPLY, request.digest).exists():
-            self._write(path, to_json(request))
+        if self._path(REPLY, request.digest).exists():
+            return
+        if not path.exists() or (request.files and _files_in(path) != request.files):
+            write_whole(path, to_json(request), replace=True)
 
     def lookup(self, request: JudgeRequest) -> JudgeReply | None:
         """The verdict; else the last fault of a request that was given up; else None. Raises BadRecord."""
@@ -112,7 +114,7 @@ class BatchFolder:
 
     def note_machine(self, machine: Machine) -> None:
         """Write down which machine judges."""
-        self._write(self.root / MACHINE / f"{machine.platform}.json", to_json(machine))
+        write_whole(self.root / MACHINE / f"{machine.platform}.json", to_json(machine), replace=True)
 
     def open_requests(self, platform: str) -> list[JudgeRequest]:
         """What a judge of a platform has to do, in its order: what failed before comes last, then priority, and
@@ -149,7 +151,21 @@ class BatchFolder:
             self._fault(reply.request, reply.fault)
         else:
             attempt = len(self._faults(reply.request)) + 1
-            self._write(self._path(REPLY, reply.request), finite_json(msgspec.structs.replace(reply, attempt=attempt)))
+            data = finite_json(msgspec.structs.replace(reply, attempt=attempt))
+            write_whole(self._path(REPLY, reply.request), data)
+
+    def unjudged(self, platform: str) -> list[tuple[JudgeRequest, MachineFault, bool]]:
+        """Requests of a platform that faults have left without a verdict: the last fault, and whether it gave them up.
+
+        What another judge works on is left out.
+        """
+        known = [request for request in self._requests() if request is not None and request.platform == platform]
+        left = [request for request in known if not self._path(REPLY, request.digest).exists()]
+        failed = [
+            (request, from_json(faults[-1].read_bytes(), MachineFault), self._given_up(request.digest) is not None)
+            for request in left if (faults := self._faults(request.digest))
+        ]  # fmt: skip
+        return [found for found in failed if found[2] or not _is_locked(self._path(CLAIM, found[0].digest))]
 
     def retry(self) -> int:
         """Forget all faults, so that what was given up is open again. Returns how many requests that were."""
@@ -194,7 +210,7 @@ class BatchFolder:
         return sorted((self.root / FAULT).glob(f"{digest}.*.json"))
 
     def _fault(self, digest: str, fault: MachineFault) -> None:
-        self._write(self.root / FAULT / f"{digest}.{len(self._faults(digest)) + 1}.json", to_json(fault))
+        write_whole(self.root / FAULT / f"{digest}.{len(self._faults(digest)) + 1}.json", to_json(fault))
 
     def _read_reply(self, path: Path) -> JudgeReply | None:
         try:
@@ -210,12 +226,14 @@ class BatchFolder:
     def _path(self, kind: str, digest: str) -> Path:
         return self.root / kind / (digest if kind == CLAIM else f"{digest}.json")
 
-    def _write(self, path: Path, data: bytes) -> None:
-        _make(path.parent)
-        try:
-            _publish(path, data, replace=path.parent.name == MACHINE)
-        except OSError as error:
-            raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a file as `_publish` does, and the folder that it lies in. Raises StoreError."""
+    _make(path.parent)
+    try:
+        _publish(path, data, replace=replace)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _make(folder: Path) -> None:
@@ -237,6 +255,11 @@ def _request_in(path: Path) -> JudgeRequest | None:
     except (OSError, BadRecord):
         return None
     return request if request.digest == path.stem else None
+
+
+def _files_in(path: Path) -> tuple[CarriedFile, ...]:
+    request = _request_in(path)
+    return request.files if request is not None else ()
 
 
 def _publish(path: Path, data: bytes, *, replace: bool) -> None:

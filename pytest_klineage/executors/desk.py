@@ -251,6 +251,9 @@ class Desk:
             )
             await self._outbox.answer(task, line)
             return
+        if reply.fault.code is FaultCode.DEFINITION:  # of what is installed there, not of the device
+            await self._again(task, reply.fault, seat.state.device)
+            return
         if reply.fault.code is FaultCode.ARTIFACT:  # of no machine: built again, and perhaps judged here
             self._builds.forget(task.order.recipe)
             await self._again(task, reply.fault, "")
@@ -268,6 +271,7 @@ class Desk:
     async def _again(self, task: QueuedJudgement, fault: MachineFault, device: str) -> None:
         """Another device takes the task, unless that was the last attempt."""
         task.tried |= {device} - {""}
+        task.fault = fault
         if task.attempt >= MOST_FAULTS:
             await self._give_up(task, fault)
             return
@@ -369,4 +373,11 @@ class Desk:
             seats = (seat.state for seat in self._seats.values() if seat.pool == pool)
             able = {state.device for state in seats if state.state != "quarantine"}
             for task in self._queue.take_hopeless(pool, able, self.limits.alone_s):
-                await self._give_up(task, MachineFault(code=FaultCode.DIED, message=f"{pool}: {why}"))
+                await self._give_up(task, hopeless(f"{pool}: {why}", task.fault))
+
+
+def hopeless(why: str, last: MachineFault | None) -> MachineFault:
+    """The fault of a task that no device may take, with what the last one said."""
+    if last is None:
+        return MachineFault(code=FaultCode.DIED, message=why)
+    return MachineFault(code=last.code, message=f"{last.message}; {why}", device=last.device)

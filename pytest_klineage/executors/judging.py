@@ -18,6 +18,7 @@ from types import FrameType
 import msgspec
 
 from pytest_klineage.executors.batch import ARTIFACTS, BatchFolder
+from pytest_klineage.executors.carried import DefinitionMissing, supply_operator
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings, default_cache_dir
@@ -94,11 +95,10 @@ def build_folder(
     wanted = _to_build(folder.open_requests(platform))
     said = [f"{platform}: {request.case.id} {source.label or 'kernel'}" for request, source in wanted]
     built, failed = 0, 0
-    for name, verdict in zip(said, _built(wanted, platform, settings, min(jobs, len(wanted))), strict=True):
-        built, failed = built + verdict.ok, failed + (not verdict.ok)
-        why = "" if verdict.ok else f": {verdict.reasons[0].message.splitlines()[0]}"
+    for name, (ok, what) in zip(said, _built(wanted, platform, settings, min(jobs, len(wanted))), strict=True):
+        built, failed = built + ok, failed + (not ok)
         if tell is not None:
-            tell(f"{name}: {verdict.code.value}{why}")
+            tell(f"{name}: {what}")
     return BuiltAhead(built, failed)
 
 
@@ -111,11 +111,11 @@ def _to_build(requests: Iterable[JudgeRequest]) -> list[Wanted]:
     return list(found.values())
 
 
-def _built(wanted: list[Wanted], platform: str, settings: GateSettings, jobs: int) -> Iterator[Verdict]:
-    """The verdicts of the compile stage, in the order of what is wanted."""
+def _built(wanted: list[Wanted], platform: str, settings: GateSettings, jobs: int) -> Iterator[tuple[bool, str]]:
+    """Whether each was built, and what is said of it, in the order of what is wanted."""
     if jobs <= 1:
         with Gate(platform, settings) as gate:
-            yield from (gate.judge(one.case, source, platforms=one.platforms) for one, source in wanted)
+            yield from (_build_with(gate, *one) for one in wanted)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _begin_building, (platform, settings)) as pool:
@@ -130,9 +130,18 @@ def _begin_building(platform: str, settings: GateSettings) -> None:
     _BUILDERS.append(gate)
 
 
-def _build_one(wanted: Wanted) -> Verdict:
-    request, source = wanted
-    return _BUILDERS[-1].judge(request.case, source, platforms=request.platforms)
+def _build_one(wanted: Wanted) -> tuple[bool, str]:
+    return _build_with(_BUILDERS[-1], *wanted)
+
+
+def _build_with(gate: Gate, request: JudgeRequest, source: KernelSource) -> tuple[bool, str]:
+    try:
+        supply_operator(request, gate.settings.cache_dir)
+        verdict = gate.judge(request.case, source, platforms=request.platforms)
+    except DefinitionMissing as error:
+        return False, str(error)
+    why = "" if verdict.ok else f": {verdict.reasons[0].message.splitlines()[0]}"
+    return verdict.ok, f"{verdict.code.value}{why}"
 
 
 def after_others(left: deque[JudgeRequest], taken: JudgeRequest) -> deque[JudgeRequest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import gate_settings
+from pytest_klineage.executors.carried import DefinitionMissing, check_reference, import_error, supply
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.records import Machine
@@ -23,12 +24,16 @@ class LocalExecutor:
         try:
             if request.platform != self.platform:
                 raise UsageError(f"this judge has {self.platform}, the request asks for {request.platform}")
+            supply(request, self._local.cache_dir)
             verdict = self._gate_for(request).judge(
                 request.case, request.source, reference_source=request.reference_source, platforms=request.platforms,
                 screen_against=request.screen_against,
             )  # fmt: skip
+            check_reference(request.case, verdict)
         except UsageError as error:
-            return self._fault(request, FaultCode.MISUSE, str(error))
+            found = import_error(error)
+            code = FaultCode.DEFINITION if isinstance(found, DefinitionMissing) else FaultCode.MISUSE
+            return self._fault(request, code, str(found))
         except HarnessError as error:
             return self._fault(request, FaultCode.HARNESS, str(error))
         return JudgeReply(request=request.digest, verdict=as_it_travels(verdict))

@@ -17,6 +17,7 @@ from pytest_klineage.executors.cluster import pool_name
 from pytest_klineage.executors.ray_judge import Order
 from pytest_klineage.executors.sealing import sealed
 from pytest_klineage.records import to_json
+from pytest_klineage.records.judging import MachineFault
 
 LOOKED_AT = 16
 """How many tasks a judge looks at for one that its device may take: few have met a fault."""
@@ -32,6 +33,8 @@ class QueuedJudgement:
     attempt: int = 1
     tried: set[str] = field(default_factory=set)
     """Devices on which it met a fault."""
+    fault: MachineFault | None = None
+    """The last of them."""
     artifact: Any = b""
     waits_since: float = field(default_factory=time.monotonic)
     reply: bytes = b""

@@ -36,7 +36,7 @@ class Imported(msgspec.Struct, frozen=True, kw_only=True):
     """What the format calls the problem."""
     case: KernelCase
     file: Path
-    """What defines the case's operator: the problem, and behind it what makes an operator of it."""
+    """What defines the case's operator: the problem, and after it what makes an operator of it."""
     arguments: tuple[str, ...]
     """What the problem's function takes, in its order: inputs, and options of the case."""
     weights: dict[str, str] = {}
@@ -67,7 +67,7 @@ def write_file(into: Path, name: str, text: str) -> Path:
 
 
 def keywords(numbers: Mapping[str, object]) -> str:
-    """Options of a definition as they stand behind its inputs; empty when there are none."""
+    """Options of a definition as they stand after its inputs; empty when there are none."""
     return "".join(f", {name}={value!r}" for name, value in numbers.items()).replace(", ", ", *, ", 1)
 
 

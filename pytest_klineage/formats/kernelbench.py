@@ -22,7 +22,7 @@ from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 CANDIDATE = "ModelNew"
 ENTRY = "klineage_run"
-"""What the adapter behind a candidate is called."""
+"""The function of the adapter that follows a candidate."""
 MAIN = "model_new.py"
 DEFINITION = """
 from pytest_klineage import operator
@@ -100,7 +100,7 @@ def read_problems(
 
 
 def candidate_of(text: str, imported: Imported, label: str = "") -> KernelSource:
-    """A candidate of an imported problem as a kernel: its file, and behind it an adapter that calls ModelNew.
+    """A candidate of an imported problem as a kernel: its file, and after it an adapter that calls ModelNew.
 
     The adapter makes ModelNew once, with what get_init_inputs gives, and puts the case's inputs in the place of its
     parameters. It runs where every kernel runs; a parameter of another name is an error there. Raises Unsupported for

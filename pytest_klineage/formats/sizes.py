@@ -10,7 +10,7 @@ from pytest_klineage.errors import UnknownName, UsageError
 
 
 def with_sizes(text: str, sizes: Mapping[str, Any]) -> str:
-    """The text with a line behind the last assignment of each name that gives it another value.
+    """The text with a line after the last assignment of each name that gives it another value.
 
     What the file computes from it follows. Raises UnknownName for a name that the file does not assign at its top.
     """

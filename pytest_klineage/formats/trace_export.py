@@ -1,4 +1,4 @@
-"""FlashInfer-Trace out: cases as definitions, kernels as solutions, verdicts as traces. Nothing is judged here."""
+"""FlashInfer-Trace out: cases as definitions, kernels as solutions, verdicts as traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUSES = {
 """What is not scored. The format has no word for a cheat or a wrapper: the log says it."""
 PASSED, INCORRECT = "PASSED", "INCORRECT_NUMERICAL"
 UNKNOWN = "NaN"
-"""As the format writes a number that is not known. The gate measures errors in units of honest rounding instead."""
+"""As the format writes a number that is not known. The gate measures errors in units of rounding instead."""
 SURFACES = {surface: language for language, surface in NATIVE.items() if language != "c++"}
 
 

@@ -19,7 +19,7 @@ from pytest_klineage.records import KernelSource, Option, SourceFile, Surface
 
 RUN = "run"
 ENTRY = "klineage_run"
-"""What the adapter behind a solution is called."""
+"""The function of the adapter that follows a solution."""
 SHORT = {
     "float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2",
     "int64": "int64", "int32": "int32", "int16": "int16", "int8": "int8", "bool": "bool",
@@ -70,7 +70,7 @@ def import_definition(
 def source_of(solution: Solution, imported: Imported) -> KernelSource:
     """A solution as a kernel for an imported case.
 
-    A solution in Python, Triton or TileLang gets an adapter behind its main file where it takes its outputs as
+    A solution in Python, Triton or TileLang gets an adapter after its main file where it takes its outputs as
     arguments, or its inputs in another order. A native one must have been written for klineage.h. Raises Unsupported.
     """
     spec = solution.spec

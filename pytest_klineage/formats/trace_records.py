@@ -76,7 +76,7 @@ class BuildSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """File and function, as in "main.py::run"."""
     dependencies: tuple[str, ...] | None = None
     destination_passing_style: bool | None = None
-    """Whether outputs are passed behind the inputs; None where a file does not say, which means True today."""
+    """Whether outputs are passed after the inputs; None where a file does not say, which means True today."""
     binding: str | None = None
 
 

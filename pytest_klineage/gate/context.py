@@ -72,7 +72,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GateContext:
-    """What the judgements of one gate share: settings, the secret behind all random inputs, and the processes."""
+    """What the judgements of one gate share: settings, the secret of all random inputs, and the processes."""
 
     def __init__(self, platform: str, settings: GateSettings, report: Callable[[Progress], None] | None) -> None:
         self.platform, self.settings, self._report = platform, settings, report

@@ -140,7 +140,7 @@ def clock_reason(samples: Samples) -> Reason | None:
 
     The lower quartile decides: on a busy machine many answers come late, but a kernel that lies about its time has a
     gap in every call that it lies about. What the system accounts for, because oracle or worker had no processor, is
-    no lie. Calls that are not enough for a reason, and waiting, are still charged (see `overhead_corrected`).
+    no lie. Gaps that are not enough for a reason, and waiting, are still added to its time (`overhead_corrected`).
     """
     clocks, own = clocks_of(samples), median(samples.candidate)
     enough = len(samples.candidate) >= CLOCK_PAIRS
@@ -159,7 +159,7 @@ def clock_reason(samples: Samples) -> Reason | None:
 def novel_clock_reason(samples: Samples) -> Reason | None:
     """A reason when the candidate hides more time from its own clock on new inputs than on transformed old ones.
 
-    An honest worker cannot tell them apart, and no machine does.
+    An honest worker cannot distinguish them, nor does any machine.
     """
     waited = samples.candidate_waited or [0.0] * len(samples.candidate)
     gaps = [gap - lost for gap, lost in zip(clocks_of(samples).candidate_gaps, waited, strict=True)]
@@ -181,7 +181,7 @@ def novel_clock_reason(samples: Samples) -> Reason | None:
 def memory_reason(samples: Samples) -> Reason | None:
     """A reason when the candidate is clearly faster on inputs it has met before, in whatever symmetry transform.
 
-    For paired samples only, with their charges: a clock that is bent on new inputs would hide them. Every call computes
+    For overhead-corrected paired samples only: a clock that is bent on new inputs would hide them. Every call computes
     the same amount of work, so remembering is all that can make a difference between new inputs and transformed old
     ones.
     Held against the reference, and for the candidate's times alone: on a busy machine the reference's would hide what
@@ -269,13 +269,15 @@ def timing_reason(case: KernelCase, outcome: Measurement, margin: float) -> Reas
         narrower = "it is as narrow as --klineage-precision asks: the kernel is just about at what is required"
     relation = standing(interval, at_least=case.at_least, margin=margin)
     shown = f"{interval.estimate:.3f}x [{interval.low:.3f}, {interval.high:.3f}]"
+    target = target_words(interval.estimate, case.at_least, margin)
+    faster = "faster than the reference" + (f", {target}" if interval.estimate < case.at_least else "")
     evidence: dict[str, float | int | str | bool]
     evidence = {"speedup": interval.estimate, "low": interval.low, "high": interval.high, "at_least": case.at_least,
                 "at_best": at_best(outcome.samples)}  # fmt: skip
     codes = {
-        Standing.FASTER: (Code.ACCEPTED_FASTER, f"faster than the reference: {shown}"),
+        Standing.FASTER: (Code.ACCEPTED_FASTER, f"{faster}: {shown}"),
         Standing.SAME: (Code.ACCEPTED_SAME, f"as fast as the reference: {shown}"),
-        Standing.MEETS: (Code.ACCEPTED_MEETS_TARGET, f"reaches the required {case.at_least:g}x: {shown}"),
+        Standing.MEETS: (Code.ACCEPTED_MEETS_TARGET, f"{target}: {shown}"),
         Standing.SLOWER: (Code.SLOWER_THAN_REQUIRED, f"required {case.at_least:g}x, measured {shown}"),
         Standing.INCONCLUSIVE: (
             Code.INCONCLUSIVE_INTERVAL,
@@ -284,6 +286,11 @@ def timing_reason(case: KernelCase, outcome: Measurement, margin: float) -> Reas
     }
     code, message = codes[relation]
     return Reason(code=code, message=message, evidence=evidence)
+
+
+def target_words(estimate: float, at_least: float, margin: float) -> str:
+    """How the measured speedup of an accepted kernel stands to the required one."""
+    return f"{'reaches' if estimate >= at_least else f'within {100 * margin:.3g} % of'} the required {at_least:g}x"
 
 
 def compared_reason(timed: Reason, outcome: Measurement) -> Reason:
@@ -307,7 +314,7 @@ def unheard_ms(samples: Samples) -> float:
     reference's.
 
     The upper end of a 95 % interval of the median difference between the gaps of a pair, by its ranks (sign test), as
-    far as gaps are not charged already. Both sides of a pair answer under the same conditions.
+    far as `overhead_corrected` has not added gaps already. Both sides of a pair answer under the same conditions.
     """
     clocks = clocks_of(samples)
     differences = sorted(

@@ -1,6 +1,6 @@
 """What screenings of one case share of their reference: its choice of a variant, its kernels' names, and its process.
 
-A full judgement starts its own, and compares the variants anew.
+A full judgement starts its own, and compares the variants again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Starting, talking to and ending the worker processes. Knows sockets and deadlines; knows nothing about kernels."""
+"""Starting, talking to and ending the worker processes."""
 
 from __future__ import annotations
 

@@ -230,7 +230,7 @@ class Models:
         return make_backend(f"{kind}:{behind}", self._prices(), model="" if own else model, waits=not self._in_turns)
 
     def _details_of(self, kind: str, name: str) -> str:
-        """What stands behind the colon of a backend's name. Raises UsageError for an option that is missing."""
+        """What stands after the colon of a backend's name. Raises UsageError for an option that is missing."""
         if kind == "anthropic":
             return str(self._settings["model"])
         if kind == "command":

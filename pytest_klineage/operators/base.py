@@ -1,4 +1,4 @@
-"""What an operator is: axes, arguments, distributions, oracle, tolerance, symmetries, cost model. None lives here.
+"""What an operator is: axes, arguments, distributions, oracle, tolerance, symmetries, cost model.
 
 Torch is imported inside functions only: describing a case must cost nothing in the judge's process.
 """
@@ -136,11 +136,11 @@ class Operator(ABC):
         return float(sum(spec.num_elements * DTYPES[spec.dtype] for spec in (*signature.inputs, *signature.outputs)))
 
     def slacks(self, case: KernelCase) -> dict[str, float]:
-        """By output, how many times the honest error a kernel may make, where that is not `tolerance.SLACK`."""
+        """By output, how many times the baseline's error a kernel may make, where that is not `tolerance.SLACK`."""
         return {}
 
     def fixed_bounds(self, case: KernelCase) -> dict[str, float]:
-        """By output, bounds in rounding units that do not depend on the honest run's error."""
+        """By output, bounds in units of `error_scale` that do not depend on the baseline's error."""
         return {}
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:

@@ -44,11 +44,19 @@ def outlier(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return found
 
 
+def repeated(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The nearest halves, so that numbers of a row are equal here and there; one zero, not two of either sign."""
+    return (values * 2).round() / 2 + 0.0
+
+
 LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
 WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_000_000_037}
 """By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range; of
 64 bits within what a double holds, which leaves room for sums."""
+BEYOND = 1_400_000_000_000_123
+"""What integers of 64 bits and two digits are multiplied by where no double may hold them: below 2**57, which leaves
+room for 64 of them."""
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "large": lambda values, generator: values * LARGE,
     "small": lambda values, generator: values * SMALL,
@@ -58,14 +66,18 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "constant": constant,
     "zeros": zeros,
     "outlier": outlier,
+    "repeated": repeated,
     "integers_wide": lambda values, generator: values,
+    "integers_beyond": lambda values, generator: values * BEYOND,
     "integers_constant": constant,
     "integers_zeros": zeros,
     "integers_last": zeros,
 }
 """Further distributions of a user's operator, by name: what becomes of standard normal numbers, or of integers and
 booleans."""
-INTEGERS = ("integers_wide", "integers_constant", "integers_zeros", "integers_last")
+INTEGERS = ("integers_wide", "integers_beyond", "integers_constant", "integers_zeros", "integers_last")
 """Those that leave floats alone; the first depends on the type, see WIDER, the last one on the signature's bound."""
+COMPARED, PAIRED = "repeated", "integers_beyond"
+"""For definitions alone that only compare, and for those that put no more than a few integers together."""
 BY_SLICE = ("mixed", "constant", "zeros", "outlier")
 """Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""

@@ -55,8 +55,8 @@ def operator(
     may_ignore: inputs that need not change an output; by default a case in which one does not is refused. And options
     that a kernel need not heed: it is made for the case's own value.
     defaults: which of the further distributions "large", "small", "shifted", "lowered", "mixed", "constant", "zeros",
-    "outlier" and, of integers and booleans, "integers_wide", "integers_constant", "integers_zeros", "integers_last"
-    kernels are checked with, where the definition allows it; False for none.
+    "outlier", "repeated" and, of integers and booleans, "integers_wide", "integers_beyond", "integers_constant",
+    "integers_zeros", "integers_last" kernels are checked with, where the definition allows it; False for none.
     name: in tables, and for `op="file.py:name"`; default: the function's.
 
     Keyword-only parameters with a default are options of a case; those without one are axes. Raises UsageError with
@@ -172,7 +172,7 @@ class OpenOperator(DefinedOperator):
         return examination.examine(self, case, inputs)
 
     def calls_only_moves(self, case: KernelCase) -> bool:
-        return case.id in self.called and self.called[case.id] <= MOVES
+        return self.calls_only(case, MOVES)
 
     def object_to(self, findings: Sequence[str]) -> None:
         if findings:

@@ -138,6 +138,10 @@ class DefinedOperator(Operator):
         """Whether the definition was seen to call what PyTorch answers as it likes where numbers are equal."""
         return any(called & OPEN_TIES for called in self.called.values())
 
+    def calls_only(self, case: KernelCase, names: frozenset[str]) -> bool:
+        """Whether the definition was seen to call none but these operators of the framework."""
+        return case.id in self.called and self.called[case.id] <= names
+
     @property
     def axes_text(self) -> str:
         """The axes; those that no input has say why they are axes."""

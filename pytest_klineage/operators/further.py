@@ -18,9 +18,10 @@ import msgspec
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
-from pytest_klineage.operators.changes import BY_SLICE, CHANGES, INTEGERS, WIDER
+from pytest_klineage.operators.changes import BY_SLICE, CHANGES, COMPARED, INTEGERS, PAIRED, WIDER
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.evaluation import is_float
+from pytest_klineage.operators.movement import COMPARES, MOVES, PAIRS
 from pytest_klineage.operators.open_inputs import bound_of, finished, numbers
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, rounded_inputs
 from pytest_klineage.records import KernelCase, Option, Signature
@@ -35,6 +36,8 @@ CLEARLY = 10.0
 """By how many bounds the answer for another value of an option must differ on usual inputs."""
 
 
+PAIRING = (MOVES - {"_to_copy"}) | PAIRS
+"""What a definition may call that is checked with integers beyond those of a double: a cast would round them."""
 ONE_NUMBER = "constant"
 """A change after which sums may add one number many times: every rounding then errs to the same side."""
 
@@ -93,6 +96,10 @@ def problem(
 
     `wrong` is the answer to other inputs.
     """
+    if (name == COMPARED and not rounds_nothing(operator, case)) or (
+        name == PAIRED and not operator.calls_only(case, PAIRING)
+    ):
+        return ""
     drawn = numbers(operator, case, generator)
     state = generator.get_state()
     usual = finished(operator, case, generator, DEFAULT_DISTRIBUTION, copied(drawn))
@@ -117,6 +124,11 @@ def problem(
         return str(error)
     except UsageError:
         return "the definition fails"
+
+
+def rounds_nothing(operator: DefinedOperator, case: KernelCase) -> bool:
+    """Whether the definition only compares and moves numbers, with one right answer where some are equal."""
+    return operator.calls_only(case, MOVES | COMPARES)
 
 
 def allow_one_sided(operator: DefinedOperator, case: KernelCase, expected: Expected) -> None:
@@ -174,6 +186,9 @@ def integers_changed(
         if name == INTEGERS[-1]:
             if bound is not None:
                 found[spec.name] = CHANGES[name](values[spec.name] - (bound - 1), generator) + (bound - 1)
+        elif name == PAIRED:
+            if spec.dtype == "int64" and spec.name not in drawn and bound is None:
+                found[spec.name] = CHANGES[name](values[spec.name], generator)
         elif name != INTEGERS[0]:
             found[spec.name] = CHANGES[name](values[spec.name], generator)
         elif spec.dtype in WIDER and spec.name not in drawn and bound is None:
@@ -182,7 +197,7 @@ def integers_changed(
 
 
 def object_to_overflow(operator: DefinedOperator, case: KernelCase, inputs: Tensors) -> None:
-    """Raise Unusable where integers of 64 bits give another answer: an honest kernel may compute with these."""
+    """Raise Unusable where integers of 64 bits give another answer: a right kernel may compute with these."""
     longer = {
         name: tensor if tensor.is_floating_point() or tensor.element_size() == 1 else tensor.long()
         for name, tensor in inputs.items()
@@ -203,11 +218,13 @@ def usable(
     operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator, wrong: Tensors,
     times: float = 1.0,
 ) -> tuple[Tensors, Expected]:  # fmt: skip
-    """Inputs and answer. Raises Unusable where an honest kernel may fail, or a wrong answer errs by so few bounds."""
+    """Inputs and answer. Raises Unusable where a right kernel may fail, or a wrong answer errs by so few bounds."""
     signature = operator.signature(case)
 
     def rounded(outputs: Tensors) -> Tensors:
         object_to_range(signature, outputs)
+        if rounds_nothing(operator, case):
+            return {}
         return rounded_inputs(operator, case, inputs, outputs, generator)
 
     expected = Expected(operator, case, inputs, rounded)

@@ -1,6 +1,6 @@
 """What the three phases of the gated delta rule in chunks share: chunks of tokens, decays, inverses, symmetries.
 
-Tensors of an operator are [T,h,...]; in chunks they are [n,h,C,...] for n chunks of C tokens. No operator lives here.
+Tensors of an operator are [T,h,...]; in chunks they are [n,h,C,...] for n chunks of C tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The walk over chunks of gdn_fused_fwd as mathematics, and the variance of its rounding errors. No operator is here.
+"""The walk over chunks of gdn_fused_fwd as mathematics, and the variance of its rounding errors.
 
 Tensors are in chunks: q, k, v [n,h,C,D], inverse [n,h,C,C], sums, beta [n,h,C]; states are [h,D,D], key x value.
 """

@@ -291,7 +291,7 @@ def place_of(values: Any) -> tuple[torch.device, torch.dtype]:
 
 
 def unique(name: str, taken: Any) -> str:
-    """The name, or with underscores behind it when it is taken."""
+    """The name, or with underscores after it when it is taken."""
     while name in taken:
         name += "_"
     return name

@@ -1,5 +1,5 @@
-"""Whether a definition only moves bytes, so that a framework's copies are all of its work: by what it calls, or by what
-it gives on several problems."""
+"""Whether a definition only moves or truncates numbers, so that a framework's copies and casts are all of its work: by
+what it calls, or by what it gives on several problems."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ MOVES = frozenset({
     "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "ones", "full", "full_like", "fill_", "zero_",
     "arange", "_unsafe_view", "select_scatter", "slice_scatter", "diagonal_scatter", "where", "masked_fill",
     "masked_fill_", "masked_select", "masked_scatter", "masked_scatter_", "repeat_interleave", "new_ones", "new_full",
-    "scalar_tensor",
+    "scalar_tensor", "trunc",
 })  # fmt: skip
-"""Operators of the framework that make, move, convert or repeat elements, beside its views."""
+"""Operators of the framework that make, move, convert or repeat elements, beside its views; a cast truncates."""
+COMPARES = frozenset({
+    "sort.stable", "argsort.stable", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "any", "all", "logical_and",
+    "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "amax",
+    "amin", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "neg", "abs", "searchsorted", "bucketize",
+})  # fmt: skip
+"""Operators that round nothing and say which of several equal numbers they mean."""
+PAIRS = (COMPARES - {"isnan", "isinf", "bucketize"}) | {"add", "sub", "rsub"}
+"""Of integers, those that put two together, so that there is room for the result."""
 OPEN_TIES = frozenset({"topk", "sort", "argsort", "kthvalue", "mode", "median", "nanmedian"})
 """Those that return indices and leave open which one, where elements are equal; a stable sort does not."""
 SAMPLES = 16
@@ -68,6 +76,14 @@ def is_rearrangement(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
             return False
         moved += int((~constant).sum())
     return moved > 0
+
+
+def is_truncation(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
+    """Whether every output element is one and the same input element without its fraction, or constant, in all."""
+    return is_rearrangement([
+        ({name: tensor.trunc() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}, outputs)
+        for inputs, outputs in problems
+    ])  # fmt: skip
 
 
 def samples(problems: Sequence[tuple[Tensors, Tensors]]) -> Iterator[torch.Tensor]:

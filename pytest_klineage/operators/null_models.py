@@ -23,7 +23,7 @@ def null_models(
     expected_outputs_of_another_input: Tensors,
     generator: torch.Generator,
 ) -> Iterator[tuple[str, Tensors]]:
-    """Yield (name, outputs) of answers to `inputs` that no computation stands behind, in the case's types and shapes.
+    """Yield (name, outputs) of answers to `inputs` that need no computation, in the case's types and shapes.
 
     zeros, constant (the mean of the right output), passthrough (the bytes of the inputs), previous (the right answer to
     other inputs) and, where an output has several rows, shuffled (the right rows, each in its successor's place).

@@ -24,6 +24,8 @@ from pytest_klineage.operators.defined import MADE, DefinedOperator, shown
 from pytest_klineage.operators.signature_line import EXAMPLE
 from pytest_klineage.records import Definition, DefinitionFile, KernelCase, definition_digest
 
+CARRIED = "klineage-carried"
+"""Folder, with one below it by digest, for files that a request carried. What lies beside those is not searched."""
 FILE_AND_NAME = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 
 _known: dict[tuple[str, str], tuple[Operator, Path]] = {}
@@ -90,16 +92,17 @@ def operator_of(case: KernelCase, shipped: Mapping[str, Operator]) -> Operator:
 
 
 def adopt(case: KernelCase, file: DefinitionFile) -> None:
-    """In a trusted worker: import the definition of a case. Raises UsageError when the file has changed since."""
-    definition = case.definition
-    if definition is None or (definition.source, definition.digest) in _known or not file.path:
+    """Import the definition of a case from a file, unless that was done. Raises UsageError for another definition."""
+    definition, path = case.definition, Path(file.path)
+    if definition is None or not file.path:
         return
-    name = definition.source.rpartition(":")[2]
-    path = Path(file.path)
+    key, name = (definition.source, definition.digest), definition.source.rpartition(":")[2]
+    if key in _known and _known[key][1] == path:
+        return
     if definition_digest(path.read_text(encoding="utf-8")) != definition.digest:
         raise changed(definition)
     search_also(file.search)
-    _known[definition.source, definition.digest] = from_file(path, name), path
+    _known[key] = from_file(path, name), path
 
 
 def file_of(case: KernelCase) -> Path | None:
@@ -169,14 +172,16 @@ def import_file(path: Path) -> ModuleType:
         names.insert(0, root.name)
         root = root.parent
     try:
-        search_also((str(root),))
+        if root.parent.name != CARRIED:
+            search_also((str(root),))
         return importlib.import_module(".".join(names)) if len(names) > 1 else executed(path)
     except UsageError:
         raise
     except Exception as error:  # a user's file may raise anything when it is imported
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        position = f"{shown(path)}:{lines[-1]}" if lines else shown(path)
-        raise UsageError(f"{position}: importing it failed: {type(error).__name__}: {error}") from error
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        position = f"{shown(path)}:{frames[-1].lineno}" if frames else shown(path)
+        line = f" ({frames[-1].line})" if frames and isinstance(error, ImportError) else ""
+        raise UsageError(f"{position}: importing it failed: {type(error).__name__}: {error}{line}") from error
 
 
 def executed(path: Path) -> ModuleType:

@@ -1,6 +1,6 @@
 """The line that describes an operator's tensors: "inout x[M,N], w[N]: fp32, idx[T]: int64 < V -> y[M,N]".
 
-Tensors are separated by commas, outputs stand behind "->". A dimension is an axis, a number, or a formula over axes
+Tensors are separated by commas, outputs stand after "->". A dimension is an axis, a number, or a formula over axes
 and options, such as (H + 2*pad - K)//stride + 1. A tensor without a type has the case's. "< V" bounds what an integer
 input holds: 0 to V - 1.
 """
@@ -123,7 +123,7 @@ def parse_signature(text: str) -> SignatureLine:
     if not inputs:
         raise UsageError(f"the signature {text!r} has no inputs; it is {EXAMPLE}")
     if not outputs and not any(tensor.inout for tensor in inputs):
-        raise UsageError(f"the signature {text!r} has neither outputs behind '->' nor inout tensors; it is {EXAMPLE}")
+        raise UsageError(f"the signature {text!r} has neither outputs after '->' nor inout tensors; it is {EXAMPLE}")
     for tensor in outputs:
         if tensor.inout or tensor.below is not None:
             raise UsageError(f"in {text!r}: {tensor.name} is an output, so it takes neither inout nor a bound")

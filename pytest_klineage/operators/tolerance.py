@@ -1,12 +1,12 @@
-"""When is an output right: errors in units of honest rounding, bounded by a multiple of what an honest run makes.
+"""When is an output right: errors in units of `error_scale`, bounded by a multiple of the baseline's.
 
 error  = max over elements of |actual - expected| / error_scale
-bound  = SLACK * max(1, error of the honest low-precision run)
+bound  = SLACK * max(1, error of baseline_output, a run in the case's own precision)
 
 The unit is per element, so a spike in one place does not excuse an error in another. Of operators that users define,
-the honest run also says how many elements may err by how much (`many_errors`), so that one element that is hard to
+the baseline also says how many elements may err by how much (`many_errors`), so that one element that is hard to
 compute does not excuse all others. Masks of NaN and of both infinities must match exactly. The idea that a kernel may
-err a small multiple of what an honest low-precision run errs is that of FlashAttention's tests; the per-element unit
+err a small multiple of what a low-precision run errs is that of FlashAttention's tests; the per-element unit
 is ours.
 """
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
 
 SLACK = 10.0
-"""How many times the honest error a kernel may make: summation order alone gives factors up to about 6."""
+"""How many times the baseline's error a kernel may make: summation order alone gives factors up to about 6."""
 
 LENIENCE = 3.0
 """How many times its bound a kernel may err on undeclared inputs: they are there for gross errors."""
 
 LEVEL = 4.0
-"""Between two levels at which elements are counted, in honest errors."""
+"""Between two levels at which elements are counted, in errors of the baseline."""
 
 ZERO_ROUNDOFF = 1e-30
 """What rounding an input of zero may change, so that a jump of the function there shows."""
 ZERO_TIE = 1e-6
-"""The same for outputs of integers: by so much, that a tie of zeros is none behind an exponential either."""
+"""The same for outputs of integers: by so much, that a tie of zeros is broken even after an exponential."""
 
 MISROUNDED = 1 / 16
 """Share of an output of 8-bit floats that may be another number than the nearest. Where their rounding is the error,
@@ -53,7 +53,7 @@ HALF_SMALLEST = {
 
 
 class Expected:
-    """The oracle's answer for one set of inputs, with the bound that follows from the honest run.
+    """The oracle's answer for one set of inputs, with the bound that follows from the baseline.
 
     `outputs` are float64 (or integer) tensors by name; `bounds` are errors in rounding units by name. With `rounded`,
     what rounding the inputs once changes in the outputs, the units are larger by that and the bounds are lenient.
@@ -66,7 +66,7 @@ class Expected:
         self.outputs = operator.oracle(case, inputs)
         self.bounds: dict[str, float] = {}
         self.counts: dict[str, list[int]] = {}
-        """By output, how many elements of the honest run err by more than 1, LEVEL, LEVEL squared, ... units."""
+        """By output, how many elements of the baseline err by more than 1, LEVEL, LEVEL squared, ... units."""
         self.roundings: dict[str, float] = {}
         """By output of 8-bit floats, how many elements may be another number than the nearest."""
         if operator.exact:
@@ -83,7 +83,7 @@ class Expected:
             self._bound(operator.slacks(case) | fixed, LENIENCE if rounded else 1.0)
 
     def _bound(self, slacks: dict[str, float], lenience: float) -> None:
-        """Bounds from the honest run, of outputs that have none yet."""
+        """Bounds from the baseline, of outputs that have none yet."""
         baseline = self.operator.baseline_output(self.case, self.inputs)
         for name, expected in self.outputs.items():
             if name in self.bounds:
@@ -140,7 +140,7 @@ def levels(errors: torch.Tensor, largest: float) -> list[int]:
 def many_errors(errors: torch.Tensor, counts: list[int]) -> float:
     """How many times too large the errors of too many elements are; up to 1 is right.
 
-    As many elements as err by more than a level in the honest run may err by more than SLACK times the next one.
+    As many elements as err by more than a level in the baseline may err by more than SLACK times the next one.
     """
     worst = 0.0
     for power, count in enumerate(counts):
@@ -187,7 +187,7 @@ def rounded_inputs(
 ) -> Tensors:
     """What rounding every input once changes in the outputs, by element and row: root of the mean square of two draws.
 
-    Infinite for an output of integers that changes: there an honest kernel may answer otherwise.
+    Infinite for an output of integers that changes: there a right kernel may answer otherwise.
     """
     import torch
 

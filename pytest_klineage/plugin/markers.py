@@ -1,4 +1,4 @@
-"""The marker `kernel_case`: what a test may say about its kernel, checked at collection. Nothing is built here."""
+"""The marker `kernel_case`: what a test may say about its kernel, checked at collection."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) 
     if not isinstance(variants, list | tuple):
         raise UsageError(f'variants= is a list of functions, such as ("mylib.v2:softmax",), got {variants!r}')
     if (variants or prepare) and not is_function(ref):
-        raise UsageError(f"variants= and prepare= belong to a ref that is a function; {ref} is none")
+        raise UsageError(f"variants= and prepare= belong to a ref that is a function; {ref} is not one")
     return {
         "reference_variants": tuple(reference_name(item, folders) for item in variants),
         "reference_prepare": reference_name(prepare, folders) if prepare else "",

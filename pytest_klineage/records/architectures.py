@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs: a row for each platform and each product, with the figures that NVIDIA publishes. Asks no driver."""
+"""NVIDIA's GPUs: a row for each platform and each product, with the figures that NVIDIA publishes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GpuPlatform(msgspec.Struct, frozen=True, kw_only=True):
     capability: str
     """Compute capability, such as "9.0"."""
     target: str
-    """What compilers call it, behind "sm_": "90a", where "a" brings the instructions that no other architecture has."""
+    """What compilers call it, after "sm_": "90a", where "a" brings the instructions that no other architecture has."""
     title: str
     """What people call it, such as "Hopper"."""
     toolkit: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Baseline: timings pinned to compare later runs with, and what such a comparison says. Nothing is computed here."""
+"""Baseline: timings pinned to compare later runs with, and what such a comparison says."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class ComparisonOutcome(StrEnum):
     SAME = "same"
     """The whole interval lies within the margin."""
     UNCLEAR = "unclear"
-    """The interval reaches over the margin, judgements of one kernel disagree, or the machine was busy."""
+    """The interval reaches over the margin, judgements of one kernel disagree, or the machine was busy.
+
+    Against a base only after three judgements."""
     UNCHANGED = "unchanged"
     """The base has the same source: there was nothing to judge."""
     NEW = "new"
@@ -134,9 +136,9 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     margin: float = 0.0
     """Relative; beyond it a change counts."""
     ratio: Interval | None = None
-    """New speed over old speed: above 1 the kernel has become faster."""
+    """New speed over old speed: above 1 the kernel has become faster. Against a base, of all judgements pooled."""
     ratios: tuple[Interval, ...] = ()
-    """Those of all judgements that were compared, when there were several; the first is `ratio`."""
+    """Those of each judgement by itself, when there were several; with a baseline the first is `ratio`."""
     old: Interval | None = None
     """The speedup over the reference then; None against a base, with which the kernel was timed in turns."""
     new: Interval | None = None
@@ -147,8 +149,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """From 1; 0 when unknown."""
     verdict: Verdict | None = None
     """The judgement of the kernel against the base's, with its samples."""
+    more: tuple[Verdict, ...] = ()
+    """Further judgements against the base's, which are pooled with it."""
     again: Verdict | None = None
-    """The second judgement, which was to confirm that the speed has changed."""
+    """The second judgement against a baseline, which was to confirm that the speed has changed."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -1,4 +1,4 @@
-"""Edits of kernels: unified diffs and search-and-replace blocks that apply exactly or not . Nothing is guessed.
+"""Edits of kernels: unified diffs and search-and-replace blocks, which apply exactly or are refused.
 
 Text is compared as it is: no fuzz, no offsets, no ignored blanks, line ends as they stand. Lines end with a line feed
 and nowhere else.

@@ -21,6 +21,16 @@ MOST_FAULTS = 3
 """Faults of machines after which a request is given up: the first try and two more."""
 
 
+class CarriedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A user's file that defines an operator or a reference, as the asker has it."""
+
+    name: str
+    """As the case names it: relative to its project's root."""
+    digest: str
+    """`definition_digest` of the text."""
+    text: str
+
+
 class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One kernel to be judged on one case, with everything that decides its verdict."""
 
@@ -42,6 +52,9 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Higher ones are judged first. Not part of the digest."""
     product: str = ""
     """The GPU product that judges, such as "H200", where a cluster has several; empty for any."""
+    files: tuple[CarriedFile, ...] = ()
+    """What a judge imports where it has no checkout. Digests of a reference's files are part of the digest; the case
+    has that of its operator's."""
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -51,9 +64,15 @@ class JudgeRequest(msgspec.Struct, frozen=True, kw_only=True):
         content = (
             self.schema_version, self.case, self.source.digest, self.platform, self.settings, reference_digest,
             sorted(self.platforms), self.repeat, *([] if self.screen_against is None else [self.screen_against]),
-            *filter(None, (self.product,)),
+            *filter(None, (self.product, self._reference_files())),
         )  # fmt: skip
         return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).hexdigest()
+
+    def _reference_files(self) -> list[tuple[str, str]]:
+        """Names and digests of the files of the reference's functions."""
+        definition = self.case.definition
+        own = definition.source.rpartition(":")[0] if definition is not None else ""
+        return sorted((file.name, file.digest) for file in self.files if file.name != own)
 
 
 class FaultCode(StrEnum):
@@ -65,6 +84,8 @@ class FaultCode(StrEnum):
     """The judge ended in the middle of a judgement: killed, cut off, or crashed."""
     ARTIFACT = "artifact_refused"
     """A kernel that was built elsewhere came with another digest than its own."""
+    DEFINITION = "definition_missing"
+    """The operator's definition or the reference's function is not on the judge's machine, or does not import there."""
     MISUSE = "misuse"
     """The request asks for something that cannot be; no other machine would judge it either."""
 

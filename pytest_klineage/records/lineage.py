@@ -101,7 +101,7 @@ class EditKind(StrEnum):
     UNIFIED_DIFF = "unified_diff"
     SEARCH_REPLACE = "search_replace"
     DIGEST = "digest"
-    """Not at all: an outline has only the SHA-256 of its content."""
+    """Only the SHA-256 of its content, as in an outline."""
 
 
 class Replacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,7 +113,7 @@ class Replacement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change to the files of a kernel that applies exactly or not; the library applies it."""
+    """A change to the files of a kernel that applies exactly or is refused; the library applies it."""
 
     kind: EditKind
     diff: str = ""
@@ -160,7 +160,7 @@ class Rejection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     locus: str
     intent: str
     edit: Edit | None = None
-    """None when what was proposed is no edit ."""
+    """None when the proposal could not be written as an edit."""
     reason: str
     """Why it was refused, in a sentence."""
     verdict: Verdict | None = None

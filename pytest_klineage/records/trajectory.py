@@ -1,4 +1,4 @@
-"""Trajectory: the ordered events of one optimization, as lines of JSON, and what follows from them. No file is read.
+"""Trajectory: the ordered events of one optimization, as lines of JSON, and what follows from them.
 
 Every event is one line. `Asked` is written before a model is called and `Answered` or `Failed` after it, so that a file
 which ends anywhere shows what was spent at most.

@@ -103,7 +103,7 @@ WIDEST = 2.0
 
 
 class Reason(msgspec.Struct, frozen=True, kw_only=True):
-    """One finding: its code, a sentence for people, and the figures behind it."""
+    """One finding: its code, a sentence for people, and its figures."""
 
     code: Code
     message: str
@@ -250,7 +250,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Median of the trusted clock minus the worker's clock, candidate side."""
     reference_wall_gap_ms: float = 0.0
     reference_overheads_ms: tuple[float, ...] = msgspec.field(default=(), name="reference_charges_ms")
-    """What of every sample is not the worker's clock but a gap that was charged; empty when nothing was."""
+    """What of every sample is not the worker's clock but an added gap; empty when none was added."""
     candidate_overheads_ms: tuple[float, ...] = msgspec.field(default=(), name="candidate_charges_ms")
     foreign_load: float = 0.0
     """Share of the machine's CPU time that other processes used meanwhile."""

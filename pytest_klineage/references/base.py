@@ -1,4 +1,4 @@
-"""What a reference is: a vendor's implementation, prepared untimed and called timed. No reference lives here."""
+"""What a reference is: a vendor's implementation, prepared untimed and called timed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Choice:
-    """The variant that is charged, and how all of them did."""
+    """The variant that counts, and how all of them did."""
 
     name: str
     variant: Variant
@@ -156,11 +156,11 @@ def choose(
     timer: Timer | None = None,
     reps: int = REPS,
 ) -> Choice:
-    """The fastest variant that may be charged (default: any); the process is left with that variant's flags.
+    """The fastest variant that may count (default: any); the process is left with that variant's flags.
 
     Variants run in threads of their own, which are gone when this returns; the chosen one is warm in this thread too. A
-    variant that raises one of REFUSALS while it is warmed up is left out and recorded. When none is left that may be
-    charged, raises UnsupportedCase where the library refused the case, HarnessError where something failed. Where the
+    variant that raises one of REFUSALS while it is warmed up is left out and recorded. When none is left that may
+    count, raises UnsupportedCase where the library refused the case, HarnessError where something failed. Where the
     trial names one that was chosen before, that one is warmed up and taken.
     """
     if trial.only:
@@ -187,7 +187,7 @@ def choose(
 
 
 def no_variant_runs(failures: Mapping[str, str], countable: Collection[str] | None) -> UnsupportedCase | HarnessError:
-    """The error for no variant that may be charged: a refusal only where all of those have refused."""
+    """The error for no variant that may count: a refusal only where all of those have refused."""
     decisive = [why for name, why in failures.items() if countable is None or name in countable]
     causes = "; ".join(f"{name}: {why}" for name, why in failures.items()) or "there is none"
     kind = UnsupportedCase if decisive and all(map(refuses, decisive)) else HarnessError

@@ -1,4 +1,4 @@
-"""What references on a GPU have in common: variants, the choice among them, versions. No library lives here."""
+"""What references on a GPU have in common: variants, the choice among them, versions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The flaggems reference: FlagGems' Triton functions, for operators of a user's that bear FlagGems' names.
 
-Arguments are taken in the order of the case's inputs. The fastest of FlagGems' own entries is charged; what PyTorch and
+Arguments are taken in the order of the case's inputs. The fastest of FlagGems' own entries counts; what PyTorch and
 FlashInfer take for the same stands beside it in the record.
 """
 
@@ -39,7 +39,7 @@ MATRIX, ATTENTION, ROWS = ("mm", "addmm", "bmm", "grouped_mm"), ("attention", "c
     "rms_norm", "layer_norm", "softmax", "fused_add_rms_norm",
 )  # fmt: skip
 OWN = "flaggems."
-"""How the names of its variants begin; others are measured and not charged."""
+"""How the names of its variants begin; others are only measured."""
 
 
 class FlagGemsReference(DeviceReference):

@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from pytest_klineage.errors import MissingDependency, UsageError
+from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
 from pytest_klineage.records import PLATFORMS, KernelCase, definition_digest
 from pytest_klineage.references.base import COMPILERS, TrialTensors, Variant
 from pytest_klineage.references.choose import Choice, choose, chosen_before
@@ -237,7 +238,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_file(path: str) -> ModuleType:
-    """A Python file, with its folder importable."""
+    """A Python file, with its folder importable. Raises ImportError with the line at which it failed."""
     name = module_name(path)
     if name not in sys.modules:
         folder = str(Path(path).parent)
@@ -247,8 +248,21 @@ def load_file(path: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise UsageError(f"the reference's file {path} is no Python file")
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except (ModuleNotFoundError, KlineageError):
+            raise
+        except Exception as error:  # a user's file may raise anything when it is imported
+            raise ImportError(import_failure(path, error)) from error
     return sys.modules[name]
+
+
+def import_failure(path: str, error: Exception) -> str:
+    """What a file raised when it was imported, with the last of its lines that ran."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    line = f" ({frames[-1].line})" if frames else ""
+    position = f"{os.path.basename(path)}:{frames[-1].lineno}" if frames else os.path.basename(path)
+    return f"{position}: importing it failed: {type(error).__name__}: {error}{line}"
 
 
 def module_name(path: str) -> str:

@@ -1,1 +1,1 @@
-"""Tables and figures from recorded verdicts: pure functions on records. Nothing is measured or judged here."""
+"""Tables and figures from recorded verdicts: pure functions on records."""

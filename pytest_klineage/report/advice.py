@@ -1,4 +1,4 @@
-"""What to do next about a verdict: one short step per status, and per reason code where it helps. No formatting."""
+"""What to do next about a verdict: one short step per status, and per reason code where it helps."""
 
 from __future__ import annotations
 

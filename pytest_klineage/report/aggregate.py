@@ -1,4 +1,4 @@
-"""One number for many cases: the geometric mean of the speedups that count, with its coverage. No formatting."""
+"""One number for many cases: the geometric mean of the speedups that count, with its coverage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """What a report is about: runs, trajectories, lineages and cards, read from files. What cannot be read is named, and
-the rest stays readable. Nothing is computed from them here.
+the rest stays readable.
 """
 
 from __future__ import annotations

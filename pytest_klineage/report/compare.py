@@ -1,9 +1,9 @@
-"""Comparisons of recorded timings: the ratio of two runs with its interval, and what it says. No files, no layout.
+"""Comparisons of recorded timings: the ratio of two runs with its interval, and what it says.
 
 Compared are speedups over the reference, which was timed in turns with the kernel in either run. What makes a whole
 machine faster or slower between the runs moves reference and kernel alike, and cancels. What disturbs a machine for
 seconds does not: a whole judgement lies within it, and its interval knows of nothing else. So a change counts only when
-every judgement says so, of two that were pinned and two of today.
+every judgement says so, of two that were pinned and two of today. A base is timed in turns: see compare_base.py.
 """
 
 from __future__ import annotations
@@ -134,24 +134,6 @@ def confirmed(first: Comparison, second: Comparison, again: Verdict) -> Comparis
     return _unclear(both, message)
 
 
-def compare_base(nodeid: str, verdict: Verdict, paired: Verdict, *, margin: float) -> Comparison:
-    """One kernel with the base's, from a judgement in which the base's kernel took the reference's place."""
-    if paired.timing is None or not paired.scored:
-        reason = paired.reasons[0]
-        message = f"the base's kernel could not be compared with: {reason.code.value}: {_line(reason.message)}"
-        advice, failed = "build the base's kernel with the flags of the head", ComparisonOutcome.BASE_FAILED
-        return finding(nodeid, verdict, "base", margin, failed, message, advice, verdict=paired)
-    change = paired.timing.speedup
-    outcome = ComparisonOutcome.UNCLEAR if paired.code in DISTURBED else classify(change, margin)
-    message, advice = _figures(outcome, change, "base", margin), _advice(outcome, "")
-    return finding(nodeid, verdict, "base", margin, outcome, message, advice, ratio=change, verdict=paired)
-
-
-def precision_for(margin: float) -> float:
-    """Half-width that a judgement against the base needs, so that a change of twice the margin shows."""
-    return margin / 2
-
-
 def missing(nodeid: str, verdict: Verdict, name: str, others: Sequence[Baseline], *, margin: float) -> Comparison:
     """What to say of a kernel when its device has no baseline of that name; `others` are those of other devices."""
     machine = verdict.machine
@@ -190,7 +172,7 @@ def _judged(
 ) -> tuple[ComparisonOutcome, str, str, Interval | None]:
     """Outcome, sentence, next step and ratio of one comparison with a pin."""
     if verdict.status is Status.SKIPPED:
-        return ComparisonOutcome.SKIPPED, f"it was not judged: {_line(verdict.reasons[0].message)}", "", None
+        return ComparisonOutcome.SKIPPED, f"it was not judged: {first_line(verdict.reasons[0].message)}", "", None
     if verdict.timing is None or not verdict.scored:
         message = f"it was timed when it was pinned, and is {verdict.code.value} now"
         return ComparisonOutcome.BROKEN, message, "see the verdict of its test", None
@@ -216,23 +198,30 @@ def _judged(
         return ComparisonOutcome.OTHER_POLICY, message, f"--klineage-policy={pin.timing.policy}, or {again}", None
     change = change_interval(pin.timing, verdict.timing, confidence=confidence)
     outcome = ComparisonOutcome.UNCLEAR if verdict.code in DISTURBED else classify(change, margin)
-    return outcome, _figures(outcome, change, f"baseline {against!r}", margin), _advice(outcome, against), change
+    return outcome, _figures(outcome, change, f"baseline {against!r}", margin), advice_for(outcome, against), change
 
 
 def _unclear(said: Comparison, message: str, **facts: Any) -> Comparison:
     outcome = ComparisonOutcome.UNCLEAR
-    return msgspec.structs.replace(said, outcome=outcome, message=message, advice=_advice(outcome, ""), **facts)
+    return msgspec.structs.replace(said, outcome=outcome, message=message, advice=advice_for(outcome, ""), **facts)
+
+
+def where_it_lies(change: Interval, margin: float) -> str:
+    """Where an interval lies against the margin, in words with figures."""
+    words = {ComparisonOutcome.SLOWER: "all of it below", ComparisonOutcome.FASTER: "all of it above",
+             ComparisonOutcome.SAME: "all of it within"}  # fmt: skip
+    return f"{words.get(classify(change, margin), 'reaching over')} {_limits(margin)}"
+
+
+def _limits(margin: float) -> str:
+    return f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
 
 
 def _figures(outcome: ComparisonOutcome, change: Interval, whom: str, margin: float) -> str:
     figure = f"{change_text(change)} of the speed of the {whom}"
-    limits = f"{1 - margin:.3g} to {1 / (1 - margin):.3g}"
     if outcome is ComparisonOutcome.UNCLEAR:
-        return f"{figure}: the interval reaches over {limits}, or the timing was disturbed"
-    where = {ComparisonOutcome.SLOWER: "all of it below", ComparisonOutcome.FASTER: "all of it above"}.get(
-        outcome, "all of it within"
-    )
-    return f"{figure}, {where} {limits}"
+        return f"{figure}: the interval reaches over {_limits(margin)}, or the timing was disturbed"
+    return f"{figure}, {where_it_lies(change, margin)}"
 
 
 def change_text(change: Interval) -> str:
@@ -240,7 +229,8 @@ def change_text(change: Interval) -> str:
     return f"{change.estimate:.3f}x [{change.low:.3f}, {change.high:.3f}]"
 
 
-def _advice(outcome: ComparisonOutcome, baseline: str) -> str:
+def advice_for(outcome: ComparisonOutcome, baseline: str) -> str:
+    """The next step after a comparison with a baseline; an empty name stands for the base."""
     if outcome is ComparisonOutcome.SLOWER:
         return "profile the kernel, or say in the review why it may be slower"
     if outcome is ComparisonOutcome.FASTER and baseline:
@@ -250,7 +240,8 @@ def _advice(outcome: ComparisonOutcome, baseline: str) -> str:
     return ""
 
 
-def _line(message: str) -> str:
+def first_line(message: str) -> str:
+    """The first line of a message, without blanks around it."""
     return (message.strip().splitlines() or [""])[0].strip()
 
 

@@ -1,4 +1,4 @@
-"""Comparisons as text: a table for a terminal, Markdown for a pull request, annotations for GitHub. Nothing is decided.
+"""Comparisons as text: a table for a terminal, Markdown for a pull request, annotations for GitHub.
 
 Texts of kernels and tests are data here: they cannot end a table's cell, nor begin a workflow command.
 """

@@ -1,4 +1,4 @@
-"""Curves: running best against dollars, steps of optimizations, and latency along lineages. Nothing is drawn here."""
+"""Curves: running best against dollars, steps of optimizations, and latency along lineages."""
 
 from __future__ import annotations
 

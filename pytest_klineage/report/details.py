@@ -1,4 +1,4 @@
-"""What is behind a point: verdict, kernel, reply, card and edit, gathered from records. Nothing is laid out here.
+"""The details of a point: verdict, kernel, reply, card and edit, gathered from records.
 
 All of it is data: kernels' logs and models' replies stay text, whatever they say.
 """

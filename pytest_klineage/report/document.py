@@ -1,4 +1,4 @@
-"""What a report is made of: tables, figures, the kernel or card behind a point. Nothing is read or drawn here.
+"""What a report is made of: tables, figures, the kernel or card of a point.
 
 Builders make these from records; Markdown, HTML and figure files are three ways to write them down.
 """
@@ -27,7 +27,7 @@ class Mark(StrEnum):
     WRAPPER = "wrapper"
     """A library or the framework did the work: never counted."""
     FAILED = "failed"
-    """No speedup: wrong, not built, too late, a cheat, or no kernel ."""
+    """No speedup: wrong, not built, too late, a cheat, or no kernel in the reply."""
     SCREENED = "screened"
     """Right, and timed too shortly for its speedup to be published."""
     REJECTED = "rejected"
@@ -43,7 +43,7 @@ class Cell:
     """What the column is sorted by; None comes last."""
     tone: Tone = Tone.PLAIN
     detail: str = ""
-    """Key of the detail behind it."""
+    """Key of its detail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class RecordedText:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What is behind a point or a cell."""
+    """The detail of a point or a cell."""
 
     key: str
     title: str

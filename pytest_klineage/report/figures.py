@@ -1,4 +1,4 @@
-"""Figures as SVG and PNG, drawn by matplotlib without its global state. What they show is built elsewhere."""
+"""Figures as SVG and PNG, drawn by matplotlib without its global state."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def _drop(parent: ET.Element) -> None:
 
 
 def _aim(group: ET.Element, points: list[Point]) -> None:
-    """What a point says when it is pointed at, and what is behind it. Markers are uses of one shape, in order."""
+    """What a point says when it is pointed at, and its detail. Markers are uses of one shape, in order."""
     shapes = list(group.iter(f"{{{SVG}}}use")) or list(group.iter(f"{{{SVG}}}path"))
     for shape, point in zip(shapes, points, strict=False):
         if point.detail:

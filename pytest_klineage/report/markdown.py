@@ -1,4 +1,4 @@
-"""A report as Markdown: its tables, with links to figures where they were drawn. Nothing is computed here."""
+"""A report as Markdown: its tables, with links to figures where they were drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each method came to on each case: the best of its runs, or why there is none. Nothing is laid out here."""
+"""What each method came to on each case: the best of its runs, or why there is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the KLineage paper printed, with the devices that it was measured on, in its words. None is mixed with ours."""
+"""What the KLineage paper printed, with the devices that it was measured on, in its words."""
 
 from __future__ import annotations
 

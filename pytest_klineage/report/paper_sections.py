@@ -1,4 +1,4 @@
-"""Tables of single studies in the paper's form: recovery, generated-only, held-out instances, cards. No layout."""
+"""Tables of single studies in the paper's form: recovery, generated-only, held-out instances, cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of one optimization, from its events: what was judged at which cost, and what failed. Nothing is drawn."""
+"""The steps of one optimization, from its events: what was judged at which cost, and what failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells that many tables have: a speedup, a time, so many of so many. A failure has no number in any of them."""
+"""Cells that many tables have: a speedup, a time, so many of so many."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_FLOOR = (
 NONE = Cell(NOTHING, None, Tone.QUIET)
 """Where there is no figure."""
 FAIL = Cell("FAIL", None, Tone.BAD)
-"""A failure sorts behind every number."""
+"""A failure sorts after every number."""
 
 
 def times(value: float | None, tone: Tone = Tone.PLAIN) -> Cell:

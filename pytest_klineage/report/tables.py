@@ -1,4 +1,4 @@
-"""Speedup tables as text: for a terminal (at most 100 columns) and as Markdown. Nothing is computed here."""
+"""Speedup tables as text: for a terminal (at most 100 columns) and as Markdown."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def milliseconds(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """A speedup with two digits behind the point, and with more where it is tiny."""
+    """A speedup with two digits after the point, and with more where it is tiny."""
     if value >= 100:
         return f"{value:.0f}"
     if value >= 0.1:
@@ -161,7 +161,7 @@ def floor_share(verdict: Verdict) -> float | None:
 
 
 def floor_text(verdict: Verdict) -> str:
-    """That share, such as "78%", behind an at-least sign where only a bound of such machines is known."""
+    """That share, such as "78%", after an at-least sign where only a bound of such machines is known."""
     share = floor_share(verdict)
     if share is None or verdict.floor is None:
         return UNKNOWN

@@ -1,4 +1,4 @@
-"""Text for a terminal: lines of a width, tables in columns, numbers with their nouns. Nothing is computed here."""
+"""Text for a terminal: lines of a width, tables in columns, numbers with their nouns."""
 
 from __future__ import annotations
 

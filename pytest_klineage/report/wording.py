@@ -1,4 +1,4 @@
-"""A finding in words: an exception's own line before its frames, and nothing said twice. No layout lives here."""
+"""A finding in words: an exception's own line before its frames, and nothing said twice."""
 
 from __future__ import annotations
 

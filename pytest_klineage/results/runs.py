@@ -1,4 +1,4 @@
-"""The run store: one directory per run with run.json and an append-only records.jsonl. No tables are made here.
+"""The run store: one directory per run with run.json and an append-only records.jsonl.
 
 <results>/runs/<UTC time>-<platform>[-name]/
     run.json        RunInfo: settings, machine, command line, versions
@@ -158,7 +158,7 @@ def _decode_lines(data: bytes, path: Path) -> tuple[list[Record], list[str]]:
 
 
 def _is_fragment(line: bytes) -> bool:
-    """Whether a line is no JSON , as a write that hit a full disk leaves it."""
+    """Whether a line is no JSON, as a write that hit a full disk leaves it."""
     try:
         msgspec.json.decode(line)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""How records become files: readable JSON, written so that a reader never sees half of it. No formats live here."""
+"""How records become files: readable JSON, written so that a reader never sees half of it."""
 
 from __future__ import annotations
 

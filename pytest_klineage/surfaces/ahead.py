@@ -153,7 +153,7 @@ Specialisation: TypeAlias = tuple[dict[str, str], dict[tuple[int], Any], dict[tu
 def specialise(names: list[str], constexprs: set[str], types: dict[str, str], values: dict[str, Any]) -> Specialisation:
     """Turn a declaration into what Triton compiles. `types` are Triton's own words for run-time arguments.
 
-    ":16" behind a type says that the value is divisible by 16, ":1" that it is 1: Triton's JIT specialises on both.
+    ":16" after a type says that the value is divisible by 16, ":1" that it is 1: Triton's JIT specialises on both.
     `values` are those of constants. Raises Misdeclared for an argument that is not declared, or that does not exist.
     """
     if unknown := sorted((set(types) | set(values)) - set(names)):

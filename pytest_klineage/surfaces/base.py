@@ -1,4 +1,4 @@
-"""What a surface is: how source becomes loadable, and how a loaded kernel is called. No surface lives here."""
+"""What a surface is: how source becomes loadable, and how a loaded kernel is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running a compiler: time limit, bounded log, content-addressed cache with atomic publication. Knows no language."""
+"""Running a compiler: time limit, bounded log, content-addressed cache with atomic publication."""
 
 from __future__ import annotations
 

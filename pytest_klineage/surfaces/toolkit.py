@@ -1,4 +1,4 @@
-"""Finding the CUDA toolkit's programs and header libraries, installed or from wheels. Nothing is compiled here."""
+"""Finding the CUDA toolkit's programs and header libraries, installed or from wheels."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     containment.die_with_parent()
     kind, modules = options.preload
     if modules and (safe := ahead.import_ahead(modules, ahead.touches_gpu)) != modules:
-        # Again in a fresh process image, without the module that has opened the GPU and those behind it.
+        # Again in a fresh process image, without the module that has opened the GPU and those imported by it.
         again = [options.role, str(options.fd), "--preload", ":".join((kind, ",".join(safe)))]
         os.execv(sys.executable, [sys.executable, "-P", "-s", "-m", "pytest_klineage.worker", *again])
     channel = Channel.from_fd(options.fd)

@@ -1,4 +1,4 @@
-"""What a slot holds before a call, and what is wrong with it afterwards. Knows tensors; knows no process."""
+"""What a slot holds before a call, and what is wrong with it afterwards."""
 
 from __future__ import annotations
 

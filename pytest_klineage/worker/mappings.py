@@ -21,6 +21,8 @@ DEVICE_LIBRARY_NAMES = re.compile(
     r"/lib[^/]*(torch(?!audio|vision|codec)|cublas|cudnn|cutlass|flashinfer)[^/]*\.so", re.I
 )
 """Those that do so on a GPU. Packages of Python import libraries for CPUs too, which no kernel on a GPU comes from."""
+MEMORY_FILE = "/memfd:"
+"""How the path of a file begins that is in memory only: the template's are copies of code with traps."""
 UNNAMED = re.compile(r"(\[.*\])?")
 """Where a mapping of no file lies in the last column of /proc/PID/maps: nothing, or a name such as [stack]."""
 
@@ -32,6 +34,8 @@ class MappedRange(NamedTuple):
     start: int
     end: int
     executable: bool
+    inode: str = ""
+    """Of the file; no other has it as long as one process maps it."""
 
     def lies_in(self, others: Iterable[MappedRange]) -> bool:
         """Whether it is the same file at the same addresses as one of others, or a part of that."""
@@ -54,9 +58,9 @@ def mappings_of(pid: int) -> list[MappedRange]:
         return []
     found = []
     for line in lines:
-        span, rights, _offset, _device, _inode, *path = line.split(maxsplit=5)
+        span, rights, _offset, _device, inode, *path = line.split(maxsplit=5)
         start, _, end = span.partition("-")
-        found.append(MappedRange(path[0] if path else "", int(start, 16), int(end, 16), "x" in rights))
+        found.append(MappedRange(path[0] if path else "", int(start, 16), int(end, 16), "x" in rights, inode))
     return found
 
 
@@ -66,12 +70,14 @@ def foreign_code(now: Collection[MappedRange], before: Collection[MappedRange], 
     A native kernel may have its own artifact and the language's runtime; all else counts as a library. Without a file
     to tell whose it is, code counts as one too, unless the kernel could read none: then it has generated the code.
     """
+    ours = {one.inode for one in before if one.path.startswith(MEMORY_FILE)}
+    now = [one for one in now if not (one.path.startswith(MEMORY_FILE) and one.inode in ours)]
     if job.surface != "cpp":
         # A just-in-time compiler's own stubs lie in the private directory, and are no library's work.
         workdir = os.devnull if job.allow_processes else job.workdir
         names = LIBRARY_NAMES if job.platform == "cpu" or job.surface == "cuda" else DEVICE_LIBRARY_NAMES
-        ours, theirs = vendors(before, os.devnull, names), vendors(now, workdir, names)
-        return ForeignCode(tuple(sorted(loaded_since(theirs, ours))))
+        known, theirs = vendors(before, os.devnull, names), vendors(now, workdir, names)
+        return ForeignCode(tuple(sorted(loaded_since(theirs, known))))
     new = [one for one in now if one.executable and not one.lies_in(before)]
     unnamed = sum(one.end - one.start for one in new if UNNAMED.fullmatch(one.path))
     libraries = {Path(one.path).name for one in new if not UNNAMED.fullmatch(one.path) and not is_own(one.path, job)}
@@ -82,7 +88,7 @@ def foreign_code(now: Collection[MappedRange], before: Collection[MappedRange], 
 
 def is_own(path: str, job: Job) -> bool:
     """Whether code in a file is the job's artifact, or of the runtime and not put there by the worker."""
-    private = path.startswith((f"{job.workdir}/", "/memfd:"))
+    private = path.startswith((f"{job.workdir}/", MEMORY_FILE))
     return path == os.path.realpath(job.artifact) or (not private and RUNTIME.fullmatch(Path(path).name) is not None)
 
 
@@ -92,7 +98,7 @@ def vendors(mappings: Iterable[MappedRange], workdir: str, names: re.Pattern[str
     Code from a worker's own directory or from a memory file counts under whatever name it goes: only its kernel can
     have put it there.
     """
-    private = (f"{workdir}/", "/memfd:")
+    private = (f"{workdir}/", MEMORY_FILE)
     return [
         one for one in mappings
         if names.search(one.path) or (one.executable and one.path.startswith(private))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_klineage.operators import operator_of
-from pytest_klineage.operators.movement import is_rearrangement
+from pytest_klineage.operators.movement import is_rearrangement, is_truncation
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -46,7 +46,7 @@ class Problem:
 
 
 class TransformedProblem:
-    """A problem behind a random symmetry: other bytes, same answer up to `undo`."""
+    """A problem under a random symmetry transform: other bytes, same answer up to `undo`."""
 
     def __init__(self, problem: Problem, key: str) -> None:
         self.problem = problem
@@ -137,10 +137,12 @@ class ProblemSet:
         self.notes = [*self.notes, *(f"not checked with {', '.join(names)}: {why}" for why, names in absent.items())]
 
     def moves(self, novel: Problem) -> bool:
-        """Whether an answer consists of copies of input elements, so that copying is all of the work."""
+        """Whether an answer consists of input elements, or of those cast to integers, so that copies do all the work."""
         alike = [novel, *(one for one in self.checks if isinstance(one, Problem) and one.case == self.case)]
         answers = [(problem.inputs, problem.expected.outputs) for problem in alike]
-        return operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers)
+        return (
+            operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers) or is_truncation(answers)
+        )
 
     def further(self, name: str) -> Problem | str:
         """An undeclared check, the same one every time, or why there is none."""

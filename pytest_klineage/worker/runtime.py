@@ -53,7 +53,7 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
         materialise_if_needed()
         # What is frozen is not found by looking through all objects.
         gc.freeze()
-        containment_report = contain(job, active)
+        containment_report = contain(job, active) + refuse(job)
         kernel = load(job)
         if job.sandbox and clock is None and not reading.needs_torch(job):
             containment_report += containment.freeze_code()
@@ -140,18 +140,25 @@ def contain(job: Job, active: list[str]) -> list[str]:
     return report
 
 
+def refuse(job: Job) -> list[str]:
+    """Have the framework refuse to do the work of a kernel that is to be its own. Returns what keeps it refusing."""
+    if job.surface == "reference" or not job.refuse_framework:
+        return []
+    from pytest_klineage.worker.sandbox import refusal
+
+    unmasking = on_gpu(job)
+    refusal.refuse_compute(unmasking=unmasking)
+    if job.refuse_copies:
+        refusal.refuse_copies(unmasking=unmasking)
+    return refusal.keep_traps(unmasking=unmasking, may_filter=job.sandbox)
+
+
 def load(job: Job) -> LoadedKernel:
     """Load the job's kernel or reference. Raises SurfaceFailure."""
     if job.surface == "reference":
         from pytest_klineage.worker.reference_kernel import ReferenceKernel
 
         return ReferenceKernel(job)
-    if job.refuse_framework:
-        from pytest_klineage.worker.sandbox.refusal import refuse_compute, refuse_copies
-
-        refuse_compute(unmasking=on_gpu(job))
-        if job.refuse_copies:
-            refuse_copies()
     return surface_backend(job.surface).load(Path(job.artifact), job.entry, job.module)
 
 

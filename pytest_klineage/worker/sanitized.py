@@ -1,4 +1,4 @@
-"""A process that calls one built native kernel twice and ends, for a tool that watches it. It judges nothing.
+"""A process that calls one built native kernel twice and ends, for a tool that watches it.
 
 gate/stages/sanitize.py starts it under compute-sanitizer: `python -m pytest_klineage.worker.sanitized JOBFILE`. torch
 makes the inputs on the CPU; all that the GPU sees is plain allocations, copies and the kernel, for tools slow down

@@ -1,4 +1,4 @@
-"""Stopping another process with all its threads, and seeing that it stays stopped. Knows Linux and nothing of kernels.
+"""Stopping another process with all its threads, and seeing that it stays stopped.
 
 By a cgroup of its own where one can be made: no process inside can undo that. SIGSTOP everywhere else, which a SIGCONT
 undoes that the process has arranged for; so what a stopped process is and has used is read from /proc, both ways.

@@ -70,7 +70,8 @@ class Template:
         """Fork a keeper and, below it, the worker. Returns the keeper's process id."""
         channel_fd, log_fd = self.channel.take_fd(), self.channel.take_fd()
         if job.refuse_framework:
-            refusal.prepare(unmasking=job.platform != "cpu")
+            refusal.prepare(unmasking=job.platform != "cpu", copies=job.refuse_copies)
+            self.own_mappings = mappings_of(os.getpid())
         namespaces = containment.CPU_NAMESPACES if job.platform == "cpu" else containment.gpu_namespaces()
         status_read, status_write = os.pipe()
         pid = os.fork()

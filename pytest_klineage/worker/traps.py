@@ -1,8 +1,8 @@
 """Traps in front of the machine code by which loaded libraries compute, for callers that go past the dispatcher.
 
 The static runtime, AOTInductor's C functions and users of a mangled name call the kernels of operators directly.
-Their first bytes are overwritten in this process's own copies of the pages; who calls them crashes. Functions that are
-reached through a pointer in data and exported by no name are not found.
+Their first bytes are overwritten in copies of the pages that no process can write to (code_copies.py); who calls them
+crashes. Functions that are reached through a pointer in data and exported by no name are not found.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pytest_klineage.worker.code_copies import Copy, copied, page_ranges, put_in_place
+
 TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 """An undefined instruction: ud2, udf #0."""
+LONGEST = max(map(len, TRAPS.values()))
 LIBRARIES = re.compile(r"/lib(torch_cpu|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so")
 """Libraries that compute and may be there before a candidate is: the framework's, and the BLAS that NumPy brings."""
 DYNAMIC_SYMBOLS, FUNCTION, UNDEFINED = 11, 2, 0
@@ -60,6 +63,8 @@ MOVING = re.compile(
 SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
 BACKEND = re.compile(r"^structured_|_(?:cpu|sparse|mkldnn|quantized|nested|kernel)|mkldnn|onednn")
 """Marks of a function for one kind of tensors, which is no wrapper around the dispatcher."""
+ARANGE = re.compile(r"_ZN2at6native10arange_outERKN3c106ScalarES\d_S\d_")
+"""What computes a range; another function of the same name is a wrapper around the dispatcher."""
 WORKS = re.compile(
     r"gem[mv]|matmul|bmm|(?:^|_)mm(?:_|$)|linear|conv|(?:^|_)dot|attention|softmax|blas|sparse$|onednn|^mkldnn_(?!view)"
 )
@@ -128,6 +133,8 @@ def computes(name: str, operators: Operators) -> bool:
     """Whether a function computes for an operator that is not among the harmless ones."""
     if found := SHIM.fullmatch(name):
         return operator_of(found[1], operators) not in operators.harmless
+    if ARANGE.match(name):
+        return True
     found = KERNELS.match(name)
     if found is None:
         named = EMBEDDED.match(name) if name.startswith("_Z") else BLAS.search(name) or VENDORED.search(name)
@@ -172,18 +179,50 @@ def inside(library: LoadedLibrary, values: set[int]) -> tuple[int, ...]:
 def set_traps(operators: Operators, *, moving: bool = False) -> int:
     """Overwrite the beginnings of all functions that compute, or of those that only copy.
 
-    Returns how many; 0 on an unknown machine.
+    Returns how many; 0 on an unknown machine. Without files in memory the process's own pages are written to.
     """
     trap = TRAPS.get(platform.machine())
     if trap is None:
         return 0
-    written = 0
-    for library, entries in entry_addresses(operators).items():
-        addresses = entries.moving if moving else entries.computing
-        if addresses:
+    copies, written = prepared(operators, moving), 0
+    in_place = bool(copies) and all(map(put_in_place, copies))
+    for library, addresses in trapped(operators, moving=moving).items():
+        if not in_place:
             with_write_access(library, functools.partial(overwrite, addresses, trap))
         written += len(addresses)
     return written
+
+
+def trapped(operators: Operators, *, moving: bool) -> dict[LoadedLibrary, tuple[int, ...]]:
+    """By library, where traps are set; none without any."""
+    found = {
+        library: entries.moving if moving else entries.computing
+        for library, entries in entry_addresses(operators).items()
+    }
+    return {library: addresses for library, addresses in found.items() if addresses}
+
+
+@functools.lru_cache(maxsize=4)
+def prepared(operators: Operators, moving: bool) -> tuple[Copy, ...]:
+    """Copies of the pages with traps, which wait to be put in place once; empty where there can be none.
+
+    In those of functions that copy, those that compute are trapped as well: the former come second.
+    """
+    places = {one for entries in entry_addresses(operators).values() for one in entries.computing}
+    ranges = []
+    for library, addresses in trapped(operators, moving=moving).items():
+        places |= {*addresses}
+        for low, high in library.code:
+            ranges += page_ranges((one for one in addresses if low <= one < high), LONGEST)
+    try:
+        return tuple(copied(ranges, places, TRAPS[platform.machine()]))
+    except (OSError, AttributeError):
+        return ()
+
+
+def code_ranges(operators: Operators) -> list[tuple[int, int]]:
+    """Where the code of libraries with traps lies."""
+    return [one for library in trapped(operators, moving=False) for one in library.code]
 
 
 def overwrite(addresses: tuple[int, ...], trap: bytes) -> None:

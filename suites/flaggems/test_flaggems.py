@@ -2,13 +2,17 @@
 
 pytest suites/flaggems --platform cpu                                   # small shapes against PyTorch, on any machine
 pytest suites/flaggems --platform sm90 --klineage-stage compile -n 8    # every kernel and point, without a device
+pytest suites/flaggems/test_steering.py --platform cpu                  # the points are what the cards say
 python suites/flaggems/tune.py --for 5                                  # FlagGems' tuner, three times a row
 pytest suites/flaggems/test_sweep.py --platform sm90 --for 9            # points of the arms blind and card
 pytest suites/flaggems/test_flaggems.py --platform sm90 [--for 9] [--klineage-method idiom] [-k 09-]
+pytest suites/flaggems/test_flaggems.py --platform sm90 --for 9 --publish
+pytest-klineage report --paper results/runs --figures build/figures     # Tables 7 and 9 beside the paper's
 
-With --for, what was judged on this device is not judged again, and the same command goes on when time was up. The table
-has what earlier runs measured on the device too (results/runs/flaggems). --publish copies tables and verdicts with
-their samples to results/flaggems-<platform>. arms.py says what the arms are.
+--for is in minutes, and --klineage-artifacts keeps what was built. With --for, what was judged on this device is not
+judged again, and the same command goes on when time was up. The table has what earlier runs measured on the device too
+(results/runs/flaggems). --publish copies tables and verdicts with their samples to results/flaggems-<platform>. arms.py
+says what the arms are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the PR gate finds: kernels slowed by a busy loop against the same kernels without one, by the pair.
 
-A trial is what `--klineage-base` does with a changed kernel: the base's version takes the reference's place, and where
-that judgement says that the speed has changed, the next judgement of the same two kernels has to confirm it.
+A trial is what `--klineage-base` does with a changed kernel: the base's version takes the reference's place, and the
+same two kernels are judged until all judgements together are clear, three times at most. No judgement is in two trials.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from statistics import median
 import msgspec
 
 from pytest_klineage.gate.timing.statistics import paired_interval
-from pytest_klineage.records import Code, Interval, KernelSource, SourceFile, Verdict
+from pytest_klineage.plugin.comparison.pooling import compare_judged
+from pytest_klineage.records import Code, KernelSource, SourceFile, Verdict
 from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
-from pytest_klineage.report.compare import compare_base, confirmed
+from pytest_klineage.report.compare_base import judge_again
 
 UNCHANGED = 0.0
 SPIN_CPU = """
 #include <chrono>
 
 extern "C" int run(const klineage_call *call) {
+    const auto begin = std::chrono::steady_clock::now();
     const int status = work(call);
-    const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(AMOUNT);
-    while (std::chrono::steady_clock::now() < end) {
+    const auto end = std::chrono::steady_clock::now();
+    const std::chrono::duration<double> loop = SHARE * (end - begin);
+    while (std::chrono::steady_clock::now() - end < loop) {
     }
     return status;
 }
@@ -45,7 +48,12 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True):
     slower_by: float
     """How long its busy loop takes, as a share of the kernel's own time; 0 without one."""
     number: int
+    """Of the trial on a CPU, of the round on a GPU."""
     verdict: Verdict
+
+
+Trials = dict[tuple[str, float], list[Comparison]]
+"""What the trials came to, by operator and slowdown."""
 
 
 class Found(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,14 +70,13 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
         return self.slower / self.trials if self.trials else 0.0
 
 
-def slowed_on_cpu(source: KernelSource, nanoseconds: float) -> KernelSource:
-    """The kernel with a busy loop of so many nanoseconds behind its work, in the thread that calls it."""
+def slowed_on_cpu(source: KernelSource, by: float) -> KernelSource:
+    """The kernel with a busy loop behind its work that takes this share of the same call's own time."""
     main = source.files[0]
     if main.text.count(CPU_ENTRY) != 1:
         raise ValueError(f"{main.name} has no entry of the form that is looked for")
     text = main.text.replace(CPU_ENTRY, "static int work(const klineage_call *call) {")
-    text += SPIN_CPU.replace("AMOUNT", str(round(nanoseconds)))
-    return with_text(source, text)
+    return with_text(source, text + SPIN_CPU.replace("SHARE", repr(float(by))))
 
 
 def slowed_on_gpu(source: KernelSource, kernel: str, cycles: float, first_wave: int) -> KernelSource:
@@ -94,18 +101,41 @@ def bare(verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(verdict, checks=(), kernels=(), reference_kernels=(), build=None, log="")
 
 
-def trials_of(judged: Sequence[Judged], margin: float) -> list[Comparison]:
-    """Every judgement of one kernel and slowdown, with the one after it to confirm a change; the last has the first."""
-    verdicts = [one.verdict for one in judged]
-    return [trial(first, verdicts[(n + 1) % len(verdicts)], margin) for n, first in enumerate(verdicts)]
-
-
-def trial(first: Verdict, second: Verdict, margin: float) -> Comparison:
+def trial(judged: Sequence[Judged], margin: float) -> Comparison:
     """As the plugin compares with the base."""
-    found = compare_base("detection", first, first, margin=margin)
-    if not found.outcome.change:
-        return found
-    return confirmed(found, compare_base("detection", second, second, margin=margin), second)
+    verdicts = [one.verdict for one in judged]
+    return compare_judged("detection", verdicts[0], verdicts, margin=margin)
+
+
+def trials_of(judged: Sequence[Judged], margin: float) -> list[Comparison]:
+    """Judgements of one kernel and slowdown in their order: each trial takes as many as it needs; the last may lack
+    some, and is left out."""
+    found, taken = [], list[Judged]()
+    for one in judged:
+        taken.append(one)
+        made = trial(taken, margin)
+        if not judge_again(made):
+            found.append(made)
+            taken = []
+    return found
+
+
+def all_trials(judged: Sequence[Judged], margin: float) -> Trials:
+    """The trials of every operator and slowdown; those of one device are made of its own judgements."""
+    streams: dict[tuple[str, float, str], list[Judged]] = {}
+    for one in judged:
+        machine = one.verdict.machine
+        device = machine.device_uuid if machine else ""
+        streams.setdefault((one.operator, one.slower_by, device), []).append(one)
+    trials: Trials = {}
+    for (operator, by, _), stream in streams.items():
+        trials.setdefault((operator, by), []).extend(trials_of(stream, margin))
+    return trials
+
+
+def chosen(trials: Trials, by: float, operator: str | None = None) -> list[Comparison]:
+    """The trials of one slowdown, of one operator or of all."""
+    return [one for key, found in trials.items() if key[1] == by and operator in (None, key[0]) for one in found]
 
 
 def count(comparisons: Sequence[Comparison]) -> Found:
@@ -114,22 +144,6 @@ def count(comparisons: Sequence[Comparison]) -> Found:
         trials=len(comparisons), slower=sum(item.outcome is ComparisonOutcome.SLOWER for item in comparisons),
         changed=sum(item.outcome.change for item in comparisons),
     )  # fmt: skip
-
-
-def grouped(judged: Sequence[Judged], slower_by: float, operator: str | None = None) -> list[list[Judged]]:
-    """Judgements of one slowdown by what can confirm one another: of one operator on one device."""
-    groups: dict[tuple[str, str], list[Judged]] = {}
-    for one in judged:
-        if one.slower_by == slower_by and operator in (None, one.operator):
-            machine = one.verdict.machine
-            groups.setdefault((one.operator, machine.device_uuid if machine else ""), []).append(one)
-    return [group for group in groups.values() if len(group) > 1]
-
-
-def found_of(judged: Sequence[Judged], slower_by: float, margin: float, operator: str | None = None) -> Found:
-    """What the trials of one slowdown came to, of one operator or of all."""
-    groups = grouped(judged, slower_by, operator)
-    return count([comparison for group in groups for comparison in trials_of(group, margin)])
 
 
 def scaled(judged: Sequence[Judged], slower_by: float) -> list[Judged]:
@@ -154,81 +168,82 @@ def _longer(verdict: Verdict, by: float) -> Verdict:
     )  # fmt: skip
 
 
-def measured_slowdown(judged: Sequence[Judged]) -> float:
-    """The median of how much longer the head's kernel took, in percent; of no judgement, NaN."""
-    ratios = [100 * (1 / one.verdict.timing.speedup.estimate - 1) for one in judged if one.verdict.timing]
-    return median(ratios) if ratios else float("nan")
+def slowdown(comparisons: Sequence[Comparison]) -> list[float]:
+    """By how much longer the head's kernel took in each trial, in percent."""
+    return [100 * (1 / item.ratio.estimate - 1) for item in comparisons if item.ratio]
 
 
-def half_width(judged: Sequence[Judged]) -> float:
-    """The median half-width in percent."""
-    widths = [100 * _interval(one.verdict).half_width for one in judged if one.verdict.timing]
+def half_width(comparisons: Sequence[Comparison]) -> float:
+    """The median half-width of the pooled intervals in percent; of no trial, NaN."""
+    widths = [100 * item.ratio.half_width for item in comparisons if item.ratio]
     return median(widths) if widths else float("nan")
 
 
-def _interval(verdict: Verdict) -> Interval:
-    if verdict.timing is None:
-        raise ValueError("not timed")
-    return verdict.timing.speedup
+def judgements(comparisons: Sequence[Comparison]) -> int:
+    """How many judgements some trials took."""
+    return sum(1 + len(item.more) for item in comparisons)
 
 
-def table(
-    judged: Sequence[Judged], levels: Sequence[float], targets: Sequence[float], margin: float,
-    operators: Sequence[str],
-) -> list[str]:  # fmt: skip
+def table(trials: Trials, levels: Sequence[float], targets: Sequence[float], operators: Sequence[str]) -> list[str]:
     """One row per operator and slowdown, one for each slowdown over all; `targets` are shares for these."""
     lines = [
-        "| kernel | busy loop | measured slowdown (median) | median half-width | judgements | trials | found slower | "
-        "asked |",
+        "| kernel | busy loop | measured slowdown (median, range) | median half-width | trials | judgements | "
+        "found slower | asked |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for by, target in zip((UNCHANGED, *levels), (UNCHANGED, *targets), strict=True):
         for operator in (*operators, None):
-            chosen = [one for one in judged if one.slower_by == by and operator in (None, one.operator)]
-            found = found_of(judged, by, margin, operator)
-            if not found.trials:
-                continue
-            asked = "" if operator else ("0" if by == UNCHANGED else f">= {100 * target:.0f} %")
-            cells = (
-                operator or "**all**", f"{100 * by:g} %", f"{measured_slowdown(chosen):.2f} %",
-                f"{half_width(chosen):.2f} %", len(chosen), found.trials,
-                f"{found.slower} ({100 * found.share:.0f} %)", asked,
-            )  # fmt: skip
-            lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+            found = chosen(trials, by, operator)
+            if found:
+                asked = "" if operator else ("0" if by == UNCHANGED else f">= {100 * target:.0f} %")
+                lines.append(_row(operator or "**all**", by, found, asked))
     return lines
+
+
+def _row(name: str, by: float, comparisons: Sequence[Comparison], asked: str) -> str:
+    found, longer = count(comparisons), slowdown(comparisons)
+    cells = (
+        name, f"{100 * by:g} %", f"{median(longer):.2f} % ({min(longer):.2f} to {max(longer):.2f})",
+        f"{half_width(comparisons):.2f} %", found.trials, judgements(comparisons),
+        f"{found.slower} ({100 * found.share:.0f} %)", asked,
+    )  # fmt: skip
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
 def scaled_table(judged: Sequence[Judged], levels: Sequence[float], margin: float) -> list[str]:
     """What would be found in the judgements of unchanged kernels, had the candidate's times been longer."""
     lines = ["| candidate's times longer by | trials | found slower |", "|---|---|---|"]
     for by in (UNCHANGED, *levels):
-        found = found_of(scaled(judged, by), by, margin)
+        found = count(chosen(all_trials(scaled(judged, by), margin), by))
         lines.append(f"| {100 * by:g} % | {found.trials} | {found.slower} ({100 * found.share:.1f} %) |")
     return lines
 
 
 def run_round(
     judge: Callable[[float], Verdict], levels: Sequence[float], operator: str, number: int,
-    keep: Callable[[Judged], None],
+    keep: Callable[[Judged], None], margin: float,
 ) -> None:  # fmt: skip
-    """One judgement of every slowdown, and before each of them one of the unchanged kernel; each kept at once."""
+    """One trial of every slowdown, and before each of them one of the unchanged kernel; judgements are kept at once."""
     for by in (step for level in levels for step in (UNCHANGED, level)):
-        verdict = judge(by)
-        if not verdict.scored:
-            raise AssertionError(f"{operator} slowed by {by:g}: {verdict.code}: {verdict.reasons[0].message}")
-        keep(Judged(operator=operator, slower_by=by, number=number, verdict=bare(verdict)))
+        taken: list[Judged] = []
+        while not taken or judge_again(trial(taken, margin)):
+            verdict = judge(by)
+            if not verdict.scored:
+                raise AssertionError(f"{operator} slowed by {by:g}: {verdict.code}: {verdict.reasons[0].message}")
+            taken.append(Judged(operator=operator, slower_by=by, number=number, verdict=bare(verdict)))
+            keep(taken[-1])
 
 
-def short_of(judged: Sequence[Judged], levels: Sequence[float], targets: Sequence[float], margin: float) -> list[str]:
+def short_of(trials: Trials, levels: Sequence[float], targets: Sequence[float]) -> list[str]:
     """What is not reached: shares below what is asked, and false alarms."""
     short = []
     for by, target in zip(levels, targets, strict=True):
-        found = found_of(judged, by, margin)
+        found = count(chosen(trials, by))
         if found.share < target:
             short.append(f"{100 * by:g} % slower: {found.slower} of {found.trials} found, {100 * target:.0f} % asked")
-    false = found_of(judged, UNCHANGED, margin)
-    if false.slower:
-        short.append(f"{false.slower} false alarms in {false.trials}")
+    false = count(chosen(trials, UNCHANGED))
+    if false.changed:
+        short.append(f"{false.changed} false alarms in {false.trials}")
     return short
 
 

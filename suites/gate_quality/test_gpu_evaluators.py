@@ -147,7 +147,7 @@ def which_are_tools(rows: list[Evaluated]) -> str:
     install = f"`pip install flashinfer-bench=={TOOL_VERSION}`"
     itself = f"{tools[0]} is the tool, as pip installs it" if tools else f"flashinfer-bench ({install}) has not judged"
     return (
-        f"{itself}. KernelBench is on no package index: its row is its algorithm (commit 423217d), written anew from a "
+        f"{itself}. KernelBench is on no package index: its row is its algorithm (commit 423217d), rewritten from a "
         "description of its source (`suites/gate_quality/evaluators/`). So is flashinfer-bench's algorithm, of a later "
         "source (40e6ca7) than the release: it takes medians of what CUPTI saw on the device, where the release takes "
         "means between events, with the time that the host needs to launch. To the tool the candidate is a call that "

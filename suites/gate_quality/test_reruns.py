@@ -11,11 +11,9 @@ that of the runs' estimates, less what the intervals account for. The wider inte
 
 from __future__ import annotations
 
-import math
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
-from statistics import NormalDist, variance
 
 import msgspec
 import pytest
@@ -25,6 +23,7 @@ from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, Timing
+from pytest_klineage.report.reruns import between_runs, half_width, widened
 from pytest_klineage.results.runs import Record
 
 RUNS = 4
@@ -64,28 +63,6 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-def half_width(interval: Interval) -> float:
-    """As a logarithm."""
-    return math.log(interval.high / interval.low) / 2
-
-
-def between(runs: Sequence[Run]) -> float:
-    """Standard deviation between runs, as a logarithm, beyond what their intervals account for; 0 where that is all."""
-    inside = sum((half_width(run.speedup) / _z(run.speedup)) ** 2 for run in runs) / len(runs)
-    return math.sqrt(max(variance([math.log(run.speedup.estimate) for run in runs]) - inside, 0.0))
-
-
-def widened(interval: Interval, between_sd: float) -> Interval:
-    """The interval of a rerun: the deviation between runs added to its own."""
-    half = math.hypot(half_width(interval), _z(interval) * between_sd)
-    estimate = interval.estimate
-    return Interval(estimate, estimate * math.exp(-half), estimate * math.exp(half), interval.confidence)
-
-
-def _z(interval: Interval) -> float:
-    return NormalDist().inv_cdf((1 + interval.confidence) / 2)
-
-
 def groups(runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
     """Runs of one kernel on one case, where there are two at least."""
     found: dict[tuple[str, str], list[Run]] = {}
@@ -109,7 +86,7 @@ def table_of(runs: Sequence[Run]) -> str:
     ]
     plain, wide = [0, 0], [0, 0]
     for (case, digest), group in groups(runs).items():
-        sd, widths = between(group), sorted(half_width(run.speedup) for run in group)
+        sd, widths = between_runs([run.speedup for run in group]), sorted(half_width(run.speedup) for run in group)
         counts, wider = overlapping(group), overlapping(group, sd)
         plain, wide = [sum(two) for two in zip(plain, counts, strict=True)], [
             sum(two) for two in zip(wider, wide, strict=True)
@@ -175,7 +152,7 @@ def test_recorded_reruns(publish: Callable[[str, str, list[Run]], None]) -> None
     publish("reruns-recorded-sm90", report_of(runs, what, "reruns-recorded-sm90"), runs)
     assert len(groups(runs)) >= 3
     for group in groups(runs).values():
-        before, after = overlapping(group), overlapping(group, between(group))
+        before, after = overlapping(group), overlapping(group, between_runs([run.speedup for run in group]))
         assert after[0] >= before[0]
 
 

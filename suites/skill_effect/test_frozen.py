@@ -15,8 +15,8 @@ from running import frozen_now
 def test_cards_and_prompts_are_the_frozen_ones(design: Design, pytestconfig: pytest.Config) -> None:
     """A changed card, contract, root or word in a prompt ends the experiment, or comes before it."""
     if pytestconfig.getoption("--publish"):
-        anew = frozen_now(msgspec.structs.replace(design, frozen=None))
-        FILE.write_text(FILE.read_text().partition(MARK)[0] + frozen_part(anew))
+        today = frozen_now(msgspec.structs.replace(design, frozen=None))
+        FILE.write_text(FILE.read_text().partition(MARK)[0] + frozen_part(today))
         return
     assert design.frozen == frozen_now(design)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+from package_tables import PACKAGE_TABLES
 
 from pytest_klineage import KernelGate, Timing, Verdict, kernel_case
 from pytest_klineage.cli.main import RECORDS
@@ -36,7 +37,9 @@ DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *DOCS.rglob("*.md")])
 IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.M | re.S)
-COMMANDS = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage"], "python": []}
+PYTHON = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage"], "python": []}
+"""What this interpreter runs, in the place of a program on PATH."""
+TOOLS = ("git", "sed")
 QUICK = (
     "--klineage-time-limit=0.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
     "--klineage-spread-limit=1e6"
@@ -139,14 +142,16 @@ def run(command: str, folder: Path) -> tuple[int, str]:
         # As for a reader, whose environment with the package is active.
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
         "COLUMNS": "80",
+        **{f"GIT_{who}_{what}": "reader@example.org" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
     }
     plugin = (
         []
         if program != "pytest" or installed()
         else ["-p", "pytest_klineage.plugin", "-p", "pytest_klineage.lab.plugin"]
     )
+    started = [program] if program in TOOLS else [sys.executable, *PYTHON[program], *plugin]
     done = subprocess.run(
-        [sys.executable, *COMMANDS[program], *plugin, *arguments], cwd=folder, env=environment, text=True,
+        [*started, *arguments], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=EXAMPLE_LIMIT_S, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout
@@ -216,7 +221,7 @@ def test_every_page_is_reached_from_the_index() -> None:
 def test_options_are_those_of_pytest_help(tmp_path: Path) -> None:
     status, output = run("pytest --help", tmp_path)
     assert status == 0
-    documented = {code(row[0])[0].split()[0]: row for row in table(page("reference/options.md"))}
+    documented = {code(row[0])[0].split()[0]: row for row in table(PACKAGE_TABLES["options"]())}
     shown = set(re.findall(r"^  (--klineage-[a-z-]+)", output, re.M))
     assert set(documented) == shown == {option.flag for option in OPTIONS + LAB_OPTIONS}
     assert {flag[2:].replace("-", "_") for flag in documented} == set(re.findall(r"^  (klineage_\w+) \(", output, re.M))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,34 @@ def test_a_changed_figure_is_stale() -> None:
     changed = text.replace("| `gemm-4096x4096x4096-bf16`", "| `gemm-1x1x1-bf16`", 1)
     assert changed != text
     assert tables.regenerated(changed) == text
+
+
+def test_the_site_has_the_tables_that_pages_leave_out() -> None:
+    pytest.importorskip("mkdocs")
+    hooks = _load(ROOT / "docs" / "site_hooks.py")
+    shortened = [page for page in WITH_REGIONS if "<!-- site: " in page.read_text()]
+    assert shortened
+    for page in shortened:
+        text = page.read_text()
+        names = [found["name"] for found in tables.REGION.finditer(text) if found["kind"] == "site"]
+        shown = hooks.on_page_markdown(text)
+        for name in names:
+            assert tables.TABLES[name]() in shown
+            assert tables.TABLES[name]() not in text
+        assert "prints it" not in shown
+
+
+def test_a_table_can_be_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tables.py", "capabilities"])
+    tables.main()
+    assert capsys.readouterr().out == tables.TABLES["capabilities"]()
+
+
+def test_measured_facts_names_what_is_there() -> None:
+    text = (ROOT / "docs" / "measured-facts.md").read_text().partition("## Where the other tables are")[2]
+    first = "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    folders = set(re.findall(r"`([\w-]+)`", re.sub(r"\([^)]*\)", "", first)))
+    assert {name for name in folders if not (ROOT / "results" / name).is_dir()} == set()
 
 
 def test_a_region_without_a_table_is_refused() -> None:

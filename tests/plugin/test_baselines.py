@@ -332,18 +332,36 @@ def test_changed_kernels_are_judged_against_the_base(
         [
             "klineage: compared with the base (slower by more than 3 % fails)",
             "kernel 'one' on gemm-8x8x8-fp32, compared with the base: slower",
-            "  0.800x [[]0.792, 0.808] of the speed of the base, all of it below 0.97 to 1.03; judged once more *",
+            "  0.800x [[]0.800, 0.800] of the speed of the base, all of it below 0.97 to 1.03 (99.5 % interval, 2 *",
         ]
     )
     assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER, "test_two": ComparisonOutcome.UNCHANGED}
     result.stdout.fnmatch_lines(["geomean * over 2 of 2 scored"])
 
 
+def judgements(suite: Path) -> dict[str, int]:
+    """How often the newest run judged each kernel against its base."""
+    path = max(suite.glob("results/runs/*/comparisons.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    found = [from_json(line, Comparison) for line in path.read_bytes().splitlines()]
+    return {one.nodeid.partition("::")[2]: len(one.more) + (one.verdict is not None) for one in found}
+
+
 def test_a_change_against_the_base_needs_two_judgements(suite: Path, pytester: pytest.Pytester) -> None:
     write(suite / "base")
     write(suite, one="accepted.faster 1.0 2.0", two="accepted.faster 1.0 1.1")
-    pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=1, failed=1)
+    result = pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py")
+    result.assert_outcomes(passed=1, failed=1)
     assert outcomes(suite) == {"test_one": ComparisonOutcome.UNCLEAR, "test_two": ComparisonOutcome.SLOWER}
+    assert judgements(suite) == {"test_one": 3, "test_two": 2}
+    result.stdout.fnmatch_lines(["*one: unclear: * reaching over 0.97 *", "*3 judgements: 0.500x, 1.000x, 1.000x*"])
+
+
+def test_an_equal_kernel_is_judged_once_against_the_base(suite: Path, pytester: pytest.Pytester) -> None:
+    write(suite / "base", one="accepted.faster 2.01", two="inconclusive.busy_machine 3.0")
+    write(suite, two="accepted.faster 3.1")
+    pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=2)
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SAME, "test_two": ComparisonOutcome.UNCLEAR}
+    assert judgements(suite) == {"test_one": 1, "test_two": 3}
 
 
 def test_a_faster_kernel_a_new_one_and_a_base_that_is_broken(suite: Path, pytester: pytest.Pytester) -> None:
@@ -372,10 +390,10 @@ def test_base_and_baseline_in_one_run(suite: Path, pytester: pytest.Pytester) ->
 
 
 def test_the_hook_is_for_everybody(suite: Path, pytester: pytest.Pytester) -> None:
-    hook = "def pytest_klineage_judged(item, case, verdict):\n    print('TOLD', item.name, case.id, verdict.status)\n"
+    hook = "def pytest_klineage_judged(item, case, verdict):\n    print('JUDGED', item.name, case.id, verdict.status)\n"
     (suite / "conftest.py").write_text(f"{GATE}\n\n{hook}")
     result = pytester.runpytest("-s", "-k", "test_one")
-    result.stdout.fnmatch_lines(["*TOLD test_one gemm-8x8x8-fp32 accepted*"])
+    result.stdout.fnmatch_lines(["*JUDGED test_one gemm-8x8x8-fp32 accepted*"])
 
 
 def test_the_real_gate_compares_with_a_baseline_and_with_a_base(

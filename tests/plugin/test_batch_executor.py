@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -37,11 +39,38 @@ def test_in_a_fixture(prompt):
 def test_in_the_test():
     raise WaitsForReply("exchange/gemm/2", "not yet")
 """
+OWN = """
+from pytest_klineage import kernel_case, operator
+
+@operator("x[M,N] -> y[M,N]", dtypes=("fp32",))
+def double(x):
+    return x * 2
+
+def twice(x):
+    return x + x
+
+@kernel_case((16, 8), "fp32", op=double, ref=twice, at_least=0.0001)
+def test_own(kernel_gate):
+    kernel_gate("double.cpp")
+
+@kernel_case((24, 16, 8), "fp32", op="gemm", ref="refs.py:product", at_least=0.0001)
+def test_shipped(kernel_gate):
+    kernel_gate("good.cpp")
+"""
+DOUBLE = """
+#include "klineage.h"
+extern "C" int run(const klineage_call *call) {
+    const klineage_tensor &x = call->inputs[0], &y = call->outputs[0];
+    for (int64_t i = 0; i < x.shape[0] * x.shape[1]; ++i) ((float *)y.data)[i] = 2 * ((const float *)x.data)[i];
+    return 0;
+}
+"""
 COMMAND = (sys.executable, "-m", "pytest_klineage")
 OPTIONS = (
     "--klineage-platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3",
     "--klineage-precision=0.5", "--klineage-seeds=1", "--klineage-busy-limit=1",
 )  # fmt: skip
+JUDGE_LIMIT_S = 120.0
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["here", "xdist"])
@@ -63,6 +92,25 @@ def test_a_suite_goes_on_with_the_verdicts_that_came(
     second.stdout.no_fnmatch_line("*chains:*")
     states = pytester.run(*COMMAND, "judges", "asked")
     states.stdout.fnmatch_lines(["asked: 0 open, 0 claimed, 2 done, 0 given up, 0 faults"])
+
+
+def test_own_files_are_judged_where_they_are_not(pytester: pytest.Pytester, kernels: Path, tmp_path: Path) -> None:
+    """The folder alone goes to a clean directory and back; an operator and both references are in the asker's files."""
+    pytester.makepyfile(test_own=OWN, refs="def product(a, b):\n    return a @ b\n")
+    (kernels / "double.cpp").write_text(DOUBLE)
+    options = (*OPTIONS, "--klineage-spread-limit=1e6")
+    assert pytester.runpytest_subprocess(*options).ret == WAITING_EXIT
+    clean = tmp_path / "clean"
+    shutil.copytree(pytester.path / "asked", clean / "asked")
+    judged = subprocess.run(
+        [*COMMAND, "judge", "asked", "--platform", "cpu", "--cache-dir", "cache"], cwd=clean, capture_output=True,
+        text=True, timeout=JUDGE_LIMIT_S, check=False,
+    )  # fmt: skip
+    assert (judged.returncode, judged.stdout.count(" accepted.")) == (0, 2), judged.stdout + judged.stderr
+    shutil.copytree(clean / "asked", pytester.path / "asked", dirs_exist_ok=True)
+    second = pytester.runpytest_subprocess(*options)
+    second.assert_outcomes(passed=2)
+    second.stdout.fnmatch_lines(["*test_own.py:twice*", "*refs.py:product*"])
 
 
 def test_waiting_for_replies_is_counted_apart(pytester: pytest.Pytester) -> None:

@@ -1,4 +1,4 @@
-"""Asking NVIDIA's management library (NVML), by nvidia-ml-py or nvidia-smi. What the answers mean is elsewhere."""
+"""Asking NVIDIA's management library (NVML), by nvidia-ml-py or nvidia-smi."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def watched_reason(profiled: Profiled, timed_ms: float) -> Reason | None:
 
 
 def hidden_reason(profiled: Profiled) -> Reason | None:
-    """A reason when the device worked longer for the calls than they took by their own events, or not ."""
+    """A reason when the device executed no kernel, or worked longer than the calls took by their own events."""
     if profiled.busy_ns == 0 or all(COPY.search(kernel.name) for kernel in profiled.kernels):
         return Reason(
             code=Code.NO_DEVICE_WORK, message=f"the device executed no kernel during {profiled.calls} traced calls"

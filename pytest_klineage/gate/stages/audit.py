@@ -49,7 +49,7 @@ LITERAL_OR_COMMENT = re.compile(
     r"|//[^\n]*|/\*.*?\*/",
     re.S,
 )
-"""Literals, and comments: what looks like the beginning of a comment in a string is none."""
+"""Literals, and comments: in a string `//` begins no comment."""
 PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
 HARNESS = "pytest_klineage"
 COMPUTING = frozenset({"numpy", "scipy", "numexpr", "pandas"})

@@ -1,4 +1,4 @@
-"""Building a kernel, or taking it from a folder of artifacts, and what a case demands of its resources. No process."""
+"""Building a kernel, or taking it from a folder of artifacts, and what a case demands of its resources."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""compute-sanitizer over a kernel that passed its checks: starting the tools, reading what they say. Decides nothing.
+"""compute-sanitizer over a kernel that passed its checks: starting the tools, reading what they say.
 
 The tools watch a process of worker/sanitized.py that calls the built kernel twice, at a small shape where the kernel
-takes it. They are a help for honest authors and no defence: the kernel shares a process with the tool's own code.
+takes it. They are a help for authors and no defence: the kernel shares a process with the tool's own code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOOL_LIMIT_S = 120.0
 """Longest run of one tool; at the small shapes most take a few seconds."""
 FOUND_STATUS = 86
 PADDING_BYTES = 512
-"""Between allocations: without it, what lies behind a tensor is the next one, and no access to that is amiss."""
+"""Between allocations: without it, what lies after a tensor is the next one, and no access to that is amiss."""
 OPTIONS = (
     # A toolkit newer than the driver asks for functions that are not there, which is no error of a kernel.
     "--report-api-errors", "no",

@@ -73,7 +73,9 @@ class TimedStage:
             reason = findings.compared_reason(reason, outcome)
         if "two_clocks" in self.context.settings.defences and self.context.gate.host.device == "cpu":
             reason = findings.resolved_reason(reason, taken, self._line())
-        return stability.steady_reason(reason, outcome.samples, at_least=case.at_least, limit=limit)
+        return stability.steady_reason(
+            reason, outcome.samples, at_least=case.at_least, line=self._line(), limit=limit
+        )
 
     def _corrected(self, samples: Samples) -> Samples:
         return findings.overhead_corrected(samples) if "two_clocks" in self.context.settings.defences else samples

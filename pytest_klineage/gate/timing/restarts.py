@@ -1,4 +1,4 @@
-"""When both sides of a paired timing are restarted: by time on a CPU, by count on a GPU; not how that is done.
+"""When both sides of a paired timing are restarted: by time on a CPU, by count on a GPU.
 
 Two processes that run one program differ for as long as they live: by a percent or two on a CPU, by some tenths of a
 microsecond a call on a GPU. An interval from one start of each side would not say so.

@@ -70,19 +70,22 @@ def clearly_fails(high: float, best: float, at_least: float) -> bool:
     return max(high, best) < HOPELESS * at_least
 
 
-def steady_reason(timed: Reason, samples: Samples, *, at_least: float, limit: float) -> Reason:
+def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: float, limit: float) -> Reason:
     """The reason of a timing, made inconclusive where its times do not allow a hard verdict.
 
     That is where a side's quartiles differ by more than a factor of `limit`; and for `slower`, where the interval's
-    ends do. A kernel that clearly fails is slower all the same.
+    ends do. A kernel that clearly fails is slower all the same, and so is one that alone scatters and is below the
+    least speedup that is accepted, the `line`, at its best: no disturbance that the reference has not seen excuses it.
     """
     unstable = [side for side in SIDES if is_unstable(getattr(samples, side), limit)]
     low, high = (float(timed.evidence[end]) for end in ("low", "high"))
     too_wide = timed.code is Code.SLOWER_THAN_REQUIRED and high > limit * low
     if not (unstable or too_wide):
         return timed
-    if timed.code is Code.SLOWER_THAN_REQUIRED and clearly_fails(high, at_best(samples), at_least):
-        return timed
+    if timed.code is Code.SLOWER_THAN_REQUIRED:
+        alone = unstable == ["candidate"]
+        if clearly_fails(high, at_best(samples), at_least) or (alone and max(high, at_best(samples)) < line):
+            return timed
     seen = [what_was_seen(side, getattr(samples, side)) for side in unstable]
     seen += [] if unstable else [f"the interval's ends differ by a factor of {high / low:.1f}"]
     message = f"{'; '.join(seen)}: no speed of the kernel follows from that; measured: {timed.message}"

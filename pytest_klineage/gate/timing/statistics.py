@@ -1,4 +1,4 @@
-"""Pure statistics of paired timings: bootstrap interval, stopping rule, verdict class. No clock, no device, no I/O."""
+"""Pure statistics of paired timings: bootstrap interval, stopping rule, verdict class."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Optimizers of others, unmodified: a metering proxy, an evaluation server, a runner. No method of ours lives here."""
+"""Optimizers of others, unmodified: a metering proxy, an evaluation server, a runner."""

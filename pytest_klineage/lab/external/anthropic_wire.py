@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as the proxy reads it: requests, replies, streams, errors. Nothing is sent here."""
+"""Anthropic's Messages API as the proxy reads it: requests, replies, streams, errors."""
 
 from __future__ import annotations
 

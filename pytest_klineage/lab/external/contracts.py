@@ -1,4 +1,4 @@
-"""The plain JSON contract of the evaluation server: what is submitted and answered. HTTP is served elsewhere."""
+"""The plain JSON contract of the evaluation server: what is submitted and answered."""
 
 from __future__ import annotations
 

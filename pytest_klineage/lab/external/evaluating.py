@@ -1,6 +1,6 @@
 """Submissions of an outside optimizer as steps of a trajectory: judged one at a time, the best of the scored ones kept.
 
-The lines are those that our own methods leave, so that reports show both alike. HTTP is served elsewhere.
+The lines are those that our own methods leave, so that reports show both alike.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Evaluator:
             raise Refused(Refusal.STEP_LIMIT, f"all {self.max_steps} steps are used up: begin a run with more")
 
     def close(self, why: str) -> None:
-        """Refuse further submissions; one that is being judged is waited for, those behind it are refused."""
+        """Refuse further submissions; one that is being judged is waited for, those after it are refused."""
         if self._closed:
             return
         self._closed = why

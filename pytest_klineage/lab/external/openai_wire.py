@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as the proxy reads them: requests, replies, streams, errors. Nothing is sent here."""
+"""OpenAI's chat completions as the proxy reads them: requests, replies, streams, errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The evaluation server's routes, and serving an application on loopback from a thread. Nothing is judged here."""
+"""The evaluation server's routes, and serving an application on loopback from a thread."""
 
 from __future__ import annotations
 

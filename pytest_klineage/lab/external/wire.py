@@ -243,7 +243,7 @@ class EventSplitter:
 
     @property
     def rest(self) -> bytes:
-        """What stands behind the last complete event."""
+        """What stands after the last complete event."""
         return self._rest
 
 

@@ -1,6 +1,6 @@
 """Lifting: one conversation per group of transitions, at whose end stands a candidate card or the reasons for none.
 
-A model writes the words; what is measured, cited or counted is set and checked here. Nothing is judged or stored.
+A model writes the words; what is measured, cited or counted is set and checked here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which transitions make one card, in a fixed order. No model is asked.
+"""Which transitions make one card, in a fixed order.
 
 On a CPU those of one category and similar locus. On a GPU a category that names a mechanism is the same thing in every
 kernel: there each operator's strongest step of it joins one group. A step that shows no effect of its own is lifted

@@ -1,4 +1,4 @@
-"""What a model writes of a card, and how a reply becomes it. What is measured is no part of it: Python sets that."""
+"""What a model writes of a card, and how a reply becomes it. Python sets what is measured."""
 
 from __future__ import annotations
 

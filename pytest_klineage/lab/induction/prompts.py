@@ -1,4 +1,4 @@
-"""Texts that induction puts together for models: prompts of prompts/ filled in, kernels, short lines. None is sent."""
+"""Texts that induction puts together for models: prompts of prompts/ filled in, kernels, short lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pytest_klineage.records import Category, KernelSource, Surface
 
 FOLDER = Path(__file__).with_name("prompts")
 LANGUAGES = {Surface.CPP: "cpp", Surface.CUDA: "cuda"}
-"""Words behind a fence; every other surface is Python."""
+"""Words after a fence; every other surface is Python."""
 
 
 def filled(name: str, **values: str) -> str:

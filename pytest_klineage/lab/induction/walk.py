@@ -1,6 +1,6 @@
 """The walk from an expert kernel backward to a naive one: propose, gate, re-derive, gate, and record as a lineage.
 
-It decides what is taken and when it ends. What models are shown, and what verdicts are, is decided elsewhere.
+It decides what is taken and when it ends.
 """
 
 from __future__ import annotations

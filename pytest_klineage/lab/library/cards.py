@@ -1,6 +1,6 @@
 """Cards on disk: skills/<name>/card.json and SKILL.md; reading, writing, finding, and what a trial changes.
 
-card.json is the record, SKILL.md the same card rendered; `lint` compares them. Nothing is judged here.
+card.json is the record, SKILL.md the same card rendered; `lint` compares them.
 """
 
 from __future__ import annotations

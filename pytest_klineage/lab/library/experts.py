@@ -1,4 +1,4 @@
-"""Expert kernels on disk: experts/<operator>/<platform>-<surface>/expert.toml to records. No lineages, no cards.
+"""Expert kernels on disk: experts/<operator>/<platform>-<surface>/expert.toml to records.
 
 [kernel]                       operator, platform, surface
 [variants.expert]              files (the first is compiled), entry, flags, techniques, label, platforms, operator

@@ -166,7 +166,7 @@ def from_nine_fields(
 
 
 def from_skill_markdown(text: str, *, category: Category, name: str = "") -> SkillCard:
-    """A card of the SKILL.md format with four metadata fields. It names no category: whose import it is says it.
+    """A card of the SKILL.md format with four metadata fields. It names no category: the caller gives one.
 
     The carrier is the overview and the code snippet, both verbatim. Raises UnmappedField, or FrontMatterError.
     """

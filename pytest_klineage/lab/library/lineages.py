@@ -1,4 +1,4 @@
-"""Lineages on disk: lineage.json and the first state's files; reading, writing and verifying. No judging.
+"""Lineages on disk: lineage.json and the first state's files; reading, writing and verifying.
 
 experts/<operator>/<platform>-<surface>/lineage/
     lineage.json        the Lineage record: states, transitions, what was refused, why it ended

@@ -1,4 +1,4 @@
-"""What is wrong with a card as it lies on disk: its fields, its evidence, its two forms. Nothing is changed here."""
+"""What is wrong with a card as it lies on disk: its fields, its evidence, its two forms."""
 
 from __future__ import annotations
 

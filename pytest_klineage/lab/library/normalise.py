@@ -1,4 +1,4 @@
-"""Names of platforms, capabilities and shapes brought to one form; who needs what, and what is held out. No scores."""
+"""Names of platforms, capabilities and shapes brought to one form; who needs what, and what is held out."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ CODE = (CarrierKind.DIFF, CarrierKind.PSEUDOCODE, CarrierKind.SNIPPET, CarrierKi
 
 
 def canonical_platform(name: str) -> str:
-    """The platform behind a name such as "sm90a", "SM_90" or "nvidia-sm90a-cuda13". Raises UnknownName."""
+    """The platform that is meant by a name such as "sm90a", "SM_90" or "nvidia-sm90a-cuda13". Raises UnknownName."""
     for part in (name, *re.split(r"[^A-Za-z0-9_]+", name)):
         try:
             return platform_name(part)
@@ -118,7 +118,7 @@ def canonical_platform(name: str) -> str:
 
 
 def canonical_capability(name: str) -> str:
-    """The capability behind a name such as "TMA" or "cp.async". Raises UnknownName, which lists the valid ones."""
+    """The capability meant by a name such as "TMA" or "cp.async". Raises UnknownName, which lists the valid ones."""
     lower = name.strip().lower()
     plain = CAPABILITY_ALIASES.get(lower, lower.replace("-", "_").replace(" ", "_"))
     plain = CAPABILITY_ALIASES.get(plain, plain)
@@ -191,7 +191,7 @@ def held_out(context: Context, origins: Collection[Context]) -> bool:
 
 @cache
 def platform_or_same(name: str) -> str:
-    """The platform behind a name; a name that is no platform's stays as it is."""
+    """The platform that a name means; a name that is no platform's stays as it is."""
     try:
         return canonical_platform(name)
     except UnknownName:
@@ -200,7 +200,7 @@ def platform_or_same(name: str) -> str:
 
 @cache
 def capability_or_same(name: str) -> str:
-    """The capability behind a name; a name that is no capability's stays as it is."""
+    """The capability that a name means; a name that is no capability's stays as it is."""
     try:
         return canonical_capability(name)
     except UnknownName:

@@ -1,4 +1,4 @@
-"""Which cards a target gets: the union of the nearest k by case, language, platform and steps done, and why. No I/O.
+"""Which cards a target gets: the union of the nearest k by case, language, platform and steps done, and why.
 
 Distances are to where a card was verified, not to where it is declared to apply. The same library and target give the
 same cards in the same order, whatever order the library was read in.

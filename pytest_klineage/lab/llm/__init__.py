@@ -1,3 +1,3 @@
-"""Language models: where replies come from, what they cost, what is recorded. What is asked is said elsewhere."""
+"""Language models: where replies come from, what they cost, what is recorded."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From what a user writes, such as anthropic:claude-opus-4-6, to a backend. The default is none."""
+"""From what a user writes, such as anthropic:claude-opus-4-6, to a backend. There is no default."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = {
     "exchange": "FOLDER",
     "replay": "FILE",
 }
-"""Kinds of backends, and what stands behind the colon."""
+"""Kinds of backends, and what stands after the colon."""
 
 
 def make_backend(choice: str, prices: Prices, *, model: str = "", waits: bool = True) -> Backend:

@@ -89,7 +89,7 @@ class CommandBackend(EstimatedBackend):
                 detail = f"{self.argv[0]} took longer than {self.timeout_s:g} s"
                 raise BackendFailed(Failure.TIMEOUT, detail, billed=True)
             if _size(errors) > self.limit_bytes:
-                errors.truncate(0)  # the program writes on behind a hole; only the end is shown
+                errors.truncate(0)  # the program writes on after a hole; only the end is shown
             time.sleep(POLL_S)
 
     def _reply(self, conversation: Conversation, output: bytes) -> Reply:

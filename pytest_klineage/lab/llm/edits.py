@@ -34,7 +34,7 @@ EXCERPT = 120
 
 
 class FencedBlock(msgspec.Struct, frozen=True):
-    """A fenced block: its language as written behind the fence, and its text."""
+    """A fenced block: its language as written after the fence, and its text."""
 
     language: str
     text: str

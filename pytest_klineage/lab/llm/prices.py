@@ -20,7 +20,7 @@ from pytest_klineage.records import Event, Usage, charged_usd, unanswered
 SHIPPED = Path(__file__).with_name("prices.toml")
 MILLION = 1_000_000
 SNAPSHOT = re.compile(r"-20\d{6}$")
-"""The date that a provider puts behind a model's name for one fixed version of it."""
+"""The date that a provider puts after a model's name for one fixed version of it."""
 SLACK_USD = 1e-9
 """Rounding of sums of binary fractions; no call is as cheap as this."""
 

@@ -1,3 +1,3 @@
-"""Optimizers: one loop for every method that writes kernels with a model, and the methods. Nothing is judged here."""
+"""Optimizers: one loop for every method that writes kernels with a model, and the methods."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A verdict as text for a model: what was found, the figures, logs as fenced data, the next step. No layout for people.
+"""A verdict as text for a model: what was found, the figures, logs as fenced data, the next step.
 
 What a compiler or a kernel printed comes from untrusted code: it is bounded, cleaned, fenced and called what it is.
 """

@@ -1,4 +1,4 @@
-"""Every method by name, and how one is made: klineage and its ablations, the two published ones. No loop lives here."""
+"""Every method by name, and how one is made: klineage and its ablations, the two published ones."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class NumberedReply(msgspec.Struct, frozen=True):
 
 
 class FreshChat:
-    """A chat that remembers nothing: every prompt stands alone behind the same prefix."""
+    """A chat that remembers nothing: every prompt stands alone after the same prefix."""
 
     def __init__(
         self, session: Session, name: str, *, system: str, context: tuple[str, ...], max_output_tokens: int

@@ -1,4 +1,4 @@
-"""Recorded optimizations, gone through again without a model: their steps, their best kernel. Nothing is recorded."""
+"""Recorded optimizations, gone through again without a model: their steps, their best kernel."""
 
 from __future__ import annotations
 

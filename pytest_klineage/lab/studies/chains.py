@@ -1,4 +1,4 @@
-"""The chains of an experiment, read from their trajectories: one target in one arm, shot by shot. No comparison."""
+"""The chains of an experiment, read from their trajectories: one target in one arm, shot by shot."""
 
 from __future__ import annotations
 

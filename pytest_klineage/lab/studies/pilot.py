@@ -1,4 +1,4 @@
-"""The rule of a pilot: from which speed on a target's shots are successes. No target is judged here."""
+"""The rule of a pilot: from which speed on a target's shots are successes."""
 
 from __future__ import annotations
 

@@ -9,10 +9,13 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
+from pytest_klineage.plugin.comparison.against_pins import beside_no_timing
 from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
+from pytest_klineage.plugin.comparison.pooling import compare_judged
 from pytest_klineage.records import KernelCase, KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, ComparisonOutcome, placed
-from pytest_klineage.report.compare import compare_base, confirmed, finding, precision_for
+from pytest_klineage.report.compare import finding
+from pytest_klineage.report.compare_base import judge_again, precision_for
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
@@ -28,7 +31,7 @@ class AgainstBase:
     def compare(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
     ) -> Comparison:
-        """Judge the kernel against the base's version of it, where there is one that differs; twice if it changed."""
+        """Judge the kernel against the base's version of it, where there is one that differs."""
         found = self._older(item, source, verdict)
         if isinstance(found, tuple):
             outcome, message = found
@@ -48,22 +51,21 @@ class AgainstBase:
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, older: KernelSource,
         platforms: tuple[str, ...],
     ) -> Comparison:  # fmt: skip
-        """The head's kernel with the base's in the place of the reference; a change is judged once more."""
+        """The head's kernel with the base's in the place of the reference, until it is clear or there are MOST."""
         older = msgspec.structs.replace(older, label=f"{older.label} (base)")
         # What the case demands is asked of the head alone; here only the ratio counts.
         equal = msgspec.structs.replace(case, at_least=1.0)
         title = f"{case.id} {source.label} against the base".rstrip()
         ask, precision = self._session.judge, precision_for(self._margin)
-
-        def judge() -> tuple[Verdict, Comparison]:
-            paired = ask(equal, source, reference_source=older, platforms=platforms, title=title, precision=precision)
-            return paired, compare_base(item.nodeid, verdict, paired, margin=self._margin)
-
-        _, first = judge()
-        if not first.outcome.change:
-            return first
-        again, second = judge()
-        return confirmed(first, second, again)
+        judged: list[Verdict] = []
+        while True:
+            judged.append(
+                ask(equal, source, reference_source=older, platforms=platforms, title=title, precision=precision)
+            )
+            with beside_no_timing(self._session):
+                made = compare_judged(item.nodeid, verdict, judged, margin=self._margin)
+            if not judge_again(made):
+                return made
 
     def _older(
         self, item: pytest.Item, source: KernelSource, verdict: Verdict

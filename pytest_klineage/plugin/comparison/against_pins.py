@@ -83,13 +83,14 @@ class AgainstPins:
         nodeid, _, _, number = key
         device = verdict.machine.device if verdict.machine else ""
         mine = [baseline for baseline in self._baselines if baseline.device == device]
-        with self._undisturbed():
+        with beside_no_timing(self._session):
             if mine:
                 return compare_with(mine[0], nodeid, verdict, number=number, margin=self._plan.margin)
             return missing(nodeid, verdict, self._plan.compare, self._baselines, margin=self._plan.margin)
 
-    def _undisturbed(self) -> AbstractContextManager[object]:
-        """Bootstraps are work for a core: beside xdist's other workers, wait until none of them times on the CPU."""
-        if not self._session.is_worker or self._session.platform != "cpu":
-            return nullcontext()
-        return machine_lock("cpu", alone=False)
+
+def beside_no_timing(session: KlineageSession) -> AbstractContextManager[object]:
+    """Bootstraps are work for a core: beside xdist's other workers, wait until none of them times on the CPU."""
+    if not session.is_worker or session.platform != "cpu":
+        return nullcontext()
+    return machine_lock("cpu", alone=False)

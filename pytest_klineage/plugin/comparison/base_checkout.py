@@ -1,4 +1,4 @@
-"""The base of a pull request: which file of another checkout is the older version of a kernel. Nothing is judged here.
+"""The base of a pull request: which file of another checkout is the older version of a kernel.
 
 A gate is given a kernel's text, not its path: suites read kernels in their own ways. The file is found by name and
 text in the head's tree, and the base has its older version at the same place; that of a file that was renamed or moved

@@ -1,4 +1,4 @@
-"""The controller's side of comparing: gathers comparisons, pins baselines, writes the summary. No kernel is judged."""
+"""The controller's side of comparing: gathers comparisons, pins baselines, writes the summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device memory that two processes share, and the context both need for it. Knows CUDA; knows nothing about kernels.
+"""Device memory that two processes share, and the context both need for it.
 
 Memory is made with CUDA's virtual memory management and travels as a file descriptor, as host memory does: no process
 needs the other's id, so every worker can live in a process namespace of its own. (cudaIpcMemHandle cannot do that.)

@@ -99,7 +99,7 @@ class Blocks:
         """Blocks for all roles; those of new processes once more where the device went on working after a call.
 
         A process that is being ended leaves work on the device. Later nothing is run again: a kernel could be late on
-        purpose wherever it does not like its inputs. What is late once is charged, and counts.
+        purpose wherever it does not like its inputs. What is late once is added to the call's time, and counts.
         """
         handles = [self.turns.handles[role] for role in dict.fromkeys(request.order)]
         new = [handle for handle in handles if isinstance(handle, DeviceWorkerHandle) and handle.is_new]

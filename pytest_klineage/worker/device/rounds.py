@@ -44,7 +44,7 @@ UNEVEN = 1.5
 LATE_SHARE, LATE_NS = 0.25, 5000
 """Work after a call's own stream has finished counts as late beyond this share of the call, and beyond this long."""
 LATE_BLOCKS = 20
-"""One late block of a process, or one in so many, is charged and no more: a host that stalls looks like one."""
+"""One late block of a process, or one in so many, only adds to its calls' times: a host that stalls looks like one."""
 FLUSH_SHARE = 0.75
 """Of the time that the oracle has measured for a flush, and of the head start's, what a block must have."""
 SETTLE_NOISE_NS = 1000
@@ -276,7 +276,7 @@ class DeviceWorkerHandle(WorkerHandle):
         return whole, tuple(TimedCall(role=self.role, elapsed_ns=own, wall_ns=own + gap_ns) for own in times)
 
     def _late_once_too_often(self, returned: BlockReturned) -> list[Reason]:
-        """The reason of a late block, unless it is one of few: its calls were charged, and its outputs are compared."""
+        """The reason of a late block, unless it is one of few: their times include it, and outputs are compared."""
         late = self._unsettled(returned)
         if self.is_new or not returned.settled_ns:
             return late

@@ -1,4 +1,4 @@
-"""Which processors a process runs on, and how long it has waited for one. Knows Linux and nothing of kernels."""
+"""Which processors a process runs on, and how long it has waited for one."""
 
 from __future__ import annotations
 

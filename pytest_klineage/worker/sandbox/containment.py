@@ -78,7 +78,7 @@ def enter_namespaces(names: Iterable[str] = CPU_NAMESPACES) -> list[str]:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
     except OSError:
-        # Without a map this process is "nobody"; it still may do what the candidate needs.
+        # Without a map this process has no user of its own; it may still do what the candidate needs.
         pass
     return ["namespace:user", *(f"namespace:{name}" for name in names)]
 
@@ -107,7 +107,7 @@ def gpu_namespaces() -> tuple[str, ...]:
 
 
 def limit_resources(*, address_space: bool = True) -> list[str]:
-    """Bound what the process can write, open and allocate and, with `address_space`, what it can map ."""
+    """Bound what the process can write, open and allocate and, with `address_space`, what it can map."""
     total, private = _mapped_bytes()
     limits = [
         (resource.RLIMIT_CORE, 0),

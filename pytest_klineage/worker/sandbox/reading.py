@@ -41,7 +41,7 @@ def load_runtime(job: Job) -> None:
 
 
 def readable_paths(job: Job, *, on_gpu: bool) -> list[str]:
-    """What an honest kernel may need to read. Native kernels never see the framework's libraries."""
+    """What a kernel may need to read. Native kernels never see the framework's libraries."""
     paths = [*(MACHINE_PATHS if is_narrow(job) else SYSTEM_PATHS), *job.read_paths]
     if job.artifact:
         artifact = Path(job.artifact)

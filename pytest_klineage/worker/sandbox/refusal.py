@@ -13,7 +13,9 @@ import functools
 import warnings
 from typing import Any
 
-from pytest_klineage.worker.traps import Operators, entry_addresses, set_traps
+from pytest_klineage.worker.sandbox import whole_numbers
+from pytest_klineage.worker.sandbox.kept_ranges import keep
+from pytest_klineage.worker.traps import Operators, code_ranges, prepared, set_traps
 
 GLUE = frozenset(
     [
@@ -31,7 +33,6 @@ GLUE = frozenset(
         "new_zeros",
         "new_full",
         "scalar_tensor",
-        "arange",
         "view",
         "_unsafe_view",
         "as_strided",
@@ -131,7 +132,7 @@ IN_FORCE: list[bool] = []
 """Not empty once this process refuses."""
 COPIED: list[bool] = []
 """Not empty once it refuses copies as well."""
-COPIES_REFUSED = 'the definition only moves bytes, so a kernel of its own (library="forbid") moves them itself'
+COPIES_REFUSED = 'the definition only moves bytes or truncates, so a kernel of its own (library="forbid") does that itself'
 REFUSED: set[str] = set()
 """Operators that were called in this process and refused, also where a candidate caught what they raised."""
 
@@ -160,11 +161,11 @@ def refuse_compute(*, unmasking: bool = False) -> None:
                     libraries[namespace] = immortal_library(namespace)
                 # One that somebody else has replaced from Python already calls operators that are refused.
                 with contextlib.suppress(RuntimeError):
-                    libraries[namespace].impl(rest, key, refuser(name), False)
+                    libraries[namespace].impl(rest, key, replacement(name), False)
     set_traps(names)
 
 
-def refuse_copies() -> None:
+def refuse_copies(*, unmasking: bool = False) -> None:
     """Have copies and casts raise as well, for a definition that does nothing else. There is no way back."""
     import torch
 
@@ -178,7 +179,12 @@ def refuse_copies() -> None:
             if name.startswith("aten::") and plain_name(name) in COPIES:
                 with contextlib.suppress(RuntimeError):
                     library.impl(name.partition("::")[2], "CPU", refuser(name, COPIES_REFUSED), False)
-    set_traps(trapped_names(), moving=True)
+    set_traps(trapped_names(unmasking), moving=True)
+
+
+def keep_traps(*, unmasking: bool, may_filter: bool) -> list[str]:
+    """Have no call map other code over the traps. Returns what sees to that."""
+    return keep(code_ranges(trapped_names(unmasking)), may_filter=may_filter)
 
 
 def immortal_library(namespace: str) -> Any:
@@ -200,11 +206,18 @@ def refused_keys(name: str, unmasking: bool) -> list[str]:
     if plain in GLUE:
         return list(LAZY_KEYS) if name == "aten::copy_" else []
     keys = [key for key in KEYS if has_kernel(name, key) or (key == "CPU" and plain in DIRECT)]
-    return [key for key in keys if not (unmasking and plain in UNMASKING and key == "CUDA")]
+    left = name == whole_numbers.OPERATOR or (unmasking and plain in UNMASKING)
+    return [key for key in keys if not (left and key == "CUDA")]
+
+
+def replacement(name: str) -> Any:
+    """What takes an operator's place: nothing but a refusal, except where whole numbers are only written down."""
+    refuse = refuser(name)
+    return whole_numbers.stand_in(refuse) if name == whole_numbers.OPERATOR else refuse
 
 
 @functools.cache
-def trapped_names(unmasking: bool = False) -> Operators:
+def trapped_names(unmasking: bool) -> Operators:
     """The operators as they are before any is replaced. One that is made of others calls those, which say why not."""
     import torch
 
@@ -228,10 +241,13 @@ def plain_name(name: str) -> str:
     return name.partition("::")[2].partition(".")[0]
 
 
-def prepare(*, unmasking: bool) -> None:
-    """Find what will be trapped before workers are forked, each of which would look for itself."""
+def prepare(*, unmasking: bool, copies: bool) -> None:
+    """Make the traps that are not set yet before workers are forked, each of which would make its own."""
+    names = trapped_names(unmasking)
     if not IN_FORCE:
-        entry_addresses(trapped_names(unmasking))
+        prepared(names, False)
+    if copies:
+        prepared(names, True)
 
 
 def has_kernel(name: str, key: str) -> bool:

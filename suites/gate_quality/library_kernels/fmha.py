@@ -11,5 +11,5 @@ for switch in ("enable_flash_sdp", "enable_mem_efficient_sdp", "enable_math_sdp"
 
 
 def run(q, k, v, causal):
-    """o by cuDNN's fused attention, whose scale is D ** -0.5 unless told otherwise."""
+    """o by cuDNN's fused attention, whose scale is D ** -0.5 unless one is given."""
     return scaled_dot_product_attention(q, k, v, is_causal=bool(causal))

@@ -15,8 +15,8 @@ from pytest_klineage.errors import BadRecord, HarnessError, UsageError, WaitsFor
 from pytest_klineage.executors.base import ExecutorGate, verdict_of
 from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
-from pytest_klineage.records import Code, Machine, Reason, Verdict, to_json
-from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
+from pytest_klineage.records import Code, Machine, Reason, Verdict, from_json, to_json
+from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
 HOLDER = """
@@ -204,6 +204,36 @@ def test_faults_of_machines_are_retried_and_misuse_is_not(folder: BatchFolder, a
         verdict_of(folder, wrong)
     with pytest.raises(WaitsForVerdict):
         verdict_of(folder, broken)
+
+
+def test_an_open_request_carries_what_was_asked_last(folder: BatchFolder, ask: Ask) -> None:
+    """One of before carries nothing; the run that asks again adds its files, and takes none away."""
+    texts = [CarriedFile(name="refs.py", digest=text, text=text) for text in ("a", "b")]
+    first, second = (ask(files=(text,)) for text in texts)
+    for request, kept in ((ask(), ()), (first, first.files), (second, second.files), (ask(), second.files)):
+        folder.submit(request)
+        (found,) = folder.open_requests("cpu")
+        assert found.files == kept
+    folder.answer(answered(second))
+    folder.submit(first)
+    assert from_json((folder.root / "request" / f"{first.digest}.json").read_bytes(), JudgeRequest) == second
+
+
+def test_what_faults_have_left_without_a_verdict(folder: BatchFolder, ask: Ask) -> None:
+    requests = [ask(f"// {number}") for number in range(4)] + [ask(platform="sm90")]
+    for request in requests:
+        folder.submit(request)
+    lost, wrong, judged, _, elsewhere = requests
+    for request in (lost, judged, elsewhere):
+        folder.answer(faulty(request, FaultCode.DEFINITION))
+    folder.answer(faulty(wrong, FaultCode.MISUSE))
+    folder.answer(answered(judged))
+    left = {request.digest: (fault.code, given_up) for request, fault, given_up in folder.unjudged("cpu")}
+    assert left == {lost.digest: (FaultCode.DEFINITION, False), wrong.digest: (FaultCode.MISUSE, True)}
+    claim = folder.claim(lost)
+    assert claim is not None
+    assert [request for request, _, _ in folder.unjudged("cpu")] == [wrong]
+    claim.release()
 
 
 def test_half_written_files_are_not_read(folder: BatchFolder, ask: Ask) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from pytest_klineage.executors.desk import hopeless
 from pytest_klineage.executors.queueing import LOOKED_AT, Queue, QueuedJudgement
 from pytest_klineage.executors.ray_judge import Order
+from pytest_klineage.records.judging import FaultCode, MachineFault
 
 
 def task(name: str, priority: int = 0, tried: tuple[str, ...] = (), product: str = "") -> QueuedJudgement:
@@ -60,3 +62,10 @@ def test_what_no_device_may_take_is_hopeless() -> None:
     assert queue.take_hopeless("cpu", {"one", "two"}, waited_s=60.0) == []
     assert [one.order.digest for one in queue.take_hopeless("cpu", {"one", "two"}, waited_s=-1.0)] == ["b"]
     assert len(queue.take_hopeless("cpu", set(), waited_s=-1.0)) == 2
+
+
+def test_the_hopeless_get_what_the_last_judge_said() -> None:
+    last = MachineFault(code=FaultCode.DEFINITION, message="no module is there", device="one")
+    assert hopeless("no device is left", None).code is FaultCode.DIED
+    found = hopeless("no device is left", last)
+    assert (found.code, found.message) == (last.code, "no module is there; no device is left")

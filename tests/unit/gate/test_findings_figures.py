@@ -119,8 +119,10 @@ def test_a_floor_is_given_in_ms_for_both_limits() -> None:
     assert figures(reason) == {1.5, 3.0}
 
 
-def timed(low: float, high: float, *, stopped: str = "", samples: Samples | None = None) -> Reason:
-    case = KernelCase(operator="gemm", shape={"M": 1}, dtype="fp32", reference="torch", at_least=1.0)
+def timed(
+    low: float, high: float, *, stopped: str = "", samples: Samples | None = None, at_least: float = 1.0
+) -> Reason:
+    case = KernelCase(operator="gemm", shape={"M": 1}, dtype="fp32", reference="torch", at_least=at_least)
     samples = samples or Samples(reference=[1.0] * 30, candidate=[1.0] * 30)
     outcome = Measurement(
         samples=samples, interval=Interval((low + high) / 2, low, high), warmup=3, statistic="", stopped=stopped
@@ -141,6 +143,22 @@ class TestTimingEvidence:
     def test_the_option_that_narrows_depends_on_the_stop(self, stopped: str, option: str) -> None:
         reason = timed(0.8, 1.2, stopped=stopped)
         assert re.findall("--[a-z-]+", reason.message) == [option]
+
+    @pytest.mark.parametrize(
+        ("low", "high", "at_least", "message"),
+        [
+            (1.44, 1.48, 1.5, "faster than the reference, within 5 % of the required 1.5x: 1.460x [1.440, 1.480]"),
+            (1.5, 1.5, 1.5, "faster than the reference: 1.500x [1.500, 1.500]"),
+            (1.44, 1.64, 1.5, "faster than the reference: 1.540x [1.440, 1.640]"),
+            (0.48, 0.5, 0.5, "within 5 % of the required 0.5x: 0.490x [0.480, 0.500]"),
+            (0.5, 0.5, 0.5, "reaches the required 0.5x: 0.500x [0.500, 0.500]"),
+            (0.98, 1.0, 1.0, "as fast as the reference: 0.990x [0.980, 1.000]"),
+        ],
+    )
+    def test_the_margin_is_named_where_it_was_used(
+        self, low: float, high: float, at_least: float, message: str
+    ) -> None:
+        assert timed(low, high, at_least=at_least).message == message
 
     def test_too_few_pairs_are_counted_by_kind(self) -> None:
         samples = Samples(novel=[True] * 11 + [False] * 100)

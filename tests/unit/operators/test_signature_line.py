@@ -34,7 +34,7 @@ def test_formulas(text: str, value: int) -> None:
     ("text", "words"),
     [
         ("", "the signature is a string"),
-        ("x[M]", "neither outputs behind '->' nor inout tensors"),
+        ("x[M]", "neither outputs after '->' nor inout tensors"),
         ("-> y[M]", "has no inputs"),
         ("x(M) -> y[M]", "'x(M)' is no tensor"),
         ("x[M/2] -> y[M]", "'M/2' is no size"),

@@ -1,4 +1,4 @@
-"""Edits apply exactly or not, and can be undone."""
+"""Edits apply exactly or are refused, and can be undone."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from pytest_klineage.records import (
     from_json,
     to_json,
 )
+from pytest_klineage.records.case import Definition
 from pytest_klineage.records.codec import finite_json
-from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault
+from pytest_klineage.records.judging import CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 CASE = make_case("gemm", (8, 8, 8), "fp32", "torch")
 
@@ -52,6 +53,7 @@ def verdict_on(request: JudgeRequest, **fields: Any) -> Verdict:
         {"platforms": ("cpu",)},
         {"repeat": 1},
         {"screen_against": 1.0},
+        {"files": (CarriedFile(name="refs.py", digest="0", text=""),)},
     ],
     ids=lambda change: "-".join(change),
 )
@@ -59,15 +61,32 @@ def test_all_that_decides_a_verdict_is_in_the_digest(change: dict[str, Any]) -> 
     assert request_for(**change).digest != request_for().digest
 
 
-@pytest.mark.parametrize("change", [{"priority": 5}, {"source": source(label="another name")}])
-def test_names_and_priorities_are_not(change: dict[str, Any]) -> None:
-    assert request_for(**change).digest == request_for().digest
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"priority": 5},
+        {"source": source(label="another name")},
+        {"files": (CarriedFile(name="ops.py", digest="0", text=""),)},
+    ],
+    ids=lambda change: "-".join(change),
+)
+def test_names_priorities_and_an_operators_file_are_not(change: dict[str, Any]) -> None:
+    """The case has the digest of its operator's file."""
+    case = msgspec.structs.replace(CASE, definition=Definition(source="ops.py:double", digest="0"))
+    assert request_for(case=case, **change).digest == request_for(case=case).digest
 
 
 def test_the_digest_survives_json() -> None:
     request = request_for(reference_source=source("rival"))
     again = from_json(to_json(request), JudgeRequest)
     assert (again.digest, again.reference_source) == (request.digest, request.reference_source)
+
+
+def test_a_request_of_before_carries_nothing() -> None:
+    plain = msgspec.json.decode(to_json(request_for()))
+    assert plain.pop("files") == []
+    old = from_json(msgspec.json.encode(plain), JudgeRequest)
+    assert (old.files, old.digest) == ((), request_for().digest)
 
 
 def test_a_reply_survives_json_with_infinite_errors() -> None:

@@ -342,7 +342,7 @@ def test_no_thread_is_left_when_the_clock_fails() -> None:
     assert no_thread_is_left()
 
 
-MARK: ContextVar[str] = ContextVar("MARK", default="nobody set it")
+MARK: ContextVar[str] = ContextVar("MARK", default="unset")
 
 
 @pytest.mark.parametrize(

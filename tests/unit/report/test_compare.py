@@ -21,7 +21,6 @@ from pytest_klineage.report.compare import (
     change_interval,
     classify,
     compare,
-    compare_base,
     compare_with,
     confirmed,
     missing,
@@ -348,23 +347,6 @@ def test_a_missing_baseline_names_the_command_and_devices(make_verdict: Make) ->
     assert "pinned on Test CPU (cpu); this is Test CPU @ 3 GHz (cpu)" in elsewhere.message
     assert none.outcome.bad
     assert elsewhere.outcome.bad
-
-
-def test_the_base_is_compared_by_its_own_interval(make_verdict: Make) -> None:
-    head = make_verdict()
-    found = [compare_base("a", head, make_verdict(speedup=s), margin=0.03) for s in (0.9, 1.0, 1.2)]
-    assert [item.outcome for item in found] == [
-        ComparisonOutcome.SLOWER,
-        ComparisonOutcome.SAME,
-        ComparisonOutcome.FASTER,
-    ]
-    assert found[0].ratio == Interval(0.9, 0.9 * 0.99, 0.9 * 1.01)
-    assert found[0].verdict is not None
-    assert "outdated" not in found[2].advice
-    failed = compare_base("a", head, make_verdict(Code.COMPILE, None, message="no\nlog"), margin=0.03)
-    assert failed.outcome is ComparisonOutcome.BASE_FAILED
-    assert not failed.outcome.bad
-    assert failed.message.endswith("build_error.compile: no")
 
 
 @pytest.mark.parametrize(("text", "margin"), [("slower:3%", 0.03), ("slower:0.5%", 0.005), (" slower:10% ", 0.1)])

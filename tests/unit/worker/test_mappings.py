@@ -89,6 +89,15 @@ def test_a_worker_with_the_framework_is_held_to_names_alone() -> None:
     assert foreign_code([code("/tmp/private/x.so")], [], stubs).libraries == ()
 
 
+def test_the_templates_own_copies_of_code_are_no_library() -> None:
+    job = Job(surface="python", workdir="/tmp/private")
+    ours = MappedRange("/memfd:klineage-code (deleted)", 0x1000, 0x2000, True, "7")
+    moved = ours._replace(start=0x50000, end=0x51000)
+    assert foreign_code([moved], [ours], job) == ((), 0)
+    assert foreign_code([moved._replace(inode="8")], [ours], job).libraries == ("memfd:klineage-code (deleted)",)
+    assert foreign_code([code("/tmp/private/x.so")._replace(inode="7")], [ours], job).libraries == ("x.so",)
+
+
 @pytest.mark.parametrize(
     ("library", "counts"),
     [

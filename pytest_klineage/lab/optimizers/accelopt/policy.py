@@ -1,4 +1,4 @@
-"""AccelOpt's policy: its parameters, the beam, and the memory of experiences. Pure; nothing is asked or judged."""
+"""AccelOpt's policy: its parameters, the beam, and the memory of experiences. Pure."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PlanSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def selected(samples: Iterable[PlanSample], beam: Sequence[Candidate], width: int) -> tuple[Candidate, ...]:
-    """The next beam: of every plan its fastest kernel, fastest first, and the parent behind all where a plan failed.
+    """The next beam: of every plan its fastest kernel, fastest first, and last the parent where a plan failed.
 
     Parents do not compete with their children, so the next beam can be slower than the last one. Where no reply held
     any code there is nothing to choose from, and the beam stays.

@@ -1,4 +1,4 @@
-"""What AdaExplore says to models: contents and order of the released prompts, in our words. Nothing is asked here.
+"""What AdaExplore says to models: contents and order of the released prompts, in our words.
 
 The release speaks of Triton, of PyTorch modules and of an example in them. Here a prompt names the task's own language,
 and its contract takes the place of module and example: the same policy must write C++ and CUDA as well.

@@ -1,7 +1,6 @@
 """AdaExplore's memory of failures: rules of one sentence with a count, how they merge, and their file.
 
-Pure but for reading and writing that file. The model that extracts a rule and the one that compares it are asked
-elsewhere.
+Pure but for reading and writing that file.
 """
 
 from __future__ import annotations

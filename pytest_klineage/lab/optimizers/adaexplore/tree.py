@@ -1,6 +1,6 @@
 """AdaExplore's tree of kernels: rewards, selection, back-propagation, and which kernels a step is shown.
 
-Pure: the same settings, random numbers and grades make the same tree. Nothing is asked or judged here.
+Pure: the same settings, random numbers and grades make the same tree.
 """
 
 from __future__ import annotations

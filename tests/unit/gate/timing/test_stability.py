@@ -27,7 +27,8 @@ def judged(
     samples = Samples(reference=list(reference), candidate=list(candidate))
     interval = Interval((low * high) ** 0.5, low, high)
     outcome = Measurement(samples=samples, interval=interval, warmup=3, statistic="", stopped=stopped)
-    return steady_reason(timing_reason(case, outcome, margin=0.05), samples, at_least=at_least, limit=2.0)
+    timed = timing_reason(case, outcome, margin=0.05)
+    return steady_reason(timed, samples, at_least=at_least, line=0.95 * at_least, limit=2.0)
 
 
 def test_quartiles_that_differ_by_more_than_two_are_unstable() -> None:
@@ -116,6 +117,31 @@ class TestClearFailures:
     def test_and_not_half_of_what_is_asked_and_more(self) -> None:
         timed = judged(0.55, 0.6, candidate=[1.8 * value for value in STEADY])
         assert busy_reason(timed, 0.9, 0.25).code is Code.INCONCLUSIVE_BUSY
+
+
+class TestItsOwnNoise:
+    """A kernel that alone scatters is slower where even its fast quarter is, however near to what is asked."""
+
+    NOISY = (1.2,) * 30 + (3.0,) * 30
+
+    def test_where_its_fast_quarter_is_too_slow_it_is_slower(self) -> None:
+        assert judged(0.4, 0.8, candidate=self.NOISY).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_where_the_interval_is_wide_as_well(self) -> None:
+        assert judged(0.3, 0.9, candidate=self.NOISY).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_not_where_its_fast_quarter_reaches_the_line(self) -> None:
+        fast = [1.1] * 30 + [3.0] * 30
+        assert judged(0.4, 0.8, candidate=fast).code is Code.INCONCLUSIVE_UNSTABLE
+        assert judged(0.4, 0.8, candidate=fast, at_least=1.1).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_not_where_the_reference_scatters_as_well(self) -> None:
+        torn = [1.0] * 30 + [2.1] * 30
+        slow = [3.0] * 30 + [7.0] * 30
+        assert judged(0.4, 0.8, reference=torn, candidate=slow).code is Code.INCONCLUSIVE_UNSTABLE
+
+    def test_an_accepted_one_is_open_all_the_same(self) -> None:
+        assert judged(1.2, 1.3, candidate=self.NOISY).code is Code.INCONCLUSIVE_UNSTABLE
 
 
 def test_a_precise_interval_at_the_limit_needs_no_more_time() -> None:

@@ -1,4 +1,4 @@
-"""Verdicts beside a trajectory: written whole or not, found again, asked for again where they are blurred."""
+"""Verdicts beside a trajectory: written whole or not yet, found again, asked for again where they are blurred."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Run = Callable[..., tuple[int, str]]
 
 OTHER_WORDS = {
     "intent": "Quite something else.",
-    "anchor": "Somewhere that nobody has looked at.",
+    "anchor": "Somewhere in an unread file.",
     "carrier": Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="other code of another kind"),
 }
 

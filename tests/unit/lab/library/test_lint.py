@@ -221,7 +221,7 @@ def test_a_card_that_repeats_another_is_found(
     card = make_card()
     folder = write_card(tmp_path, card)
     words = Carrier(kind=CarrierKind.SNIPPET, language="cpp", text="other code of quite another kind")
-    prose = {"intent": "Quite something else.", "anchor": "Somewhere that nobody has looked at."}
+    prose = {"intent": "Quite something else.", "anchor": "Somewhere in an unread file."}
     same_code, same_prose = make_card(name="code", **prose), make_card(name="prose", carrier=words)
     for other in (same_code, same_prose):
         assert rules(lint_folder(folder, lineages, [card, other])) == {LintRule.REPEATS}

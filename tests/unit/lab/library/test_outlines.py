@@ -165,11 +165,11 @@ DAMAGE: dict[str, tuple[Callable[[Lineage], Lineage], str]] = {
         "step 1: no verdict says that the re-derived kernel is right",
     ),
     "a step from elsewhere": (lambda found: with_first(found, before="0" * 64), "from state to state"),
-    "an edit's digest that is none": (
+    "an edit in place of a digest": (
         lambda found: with_first(found, forward=Edit(kind=EditKind.DIGEST, diff="-a\n+b\n")),
         "is no digest",
     ),
-    "a digest that is none": (lambda found: with_first(found, digest="0" * 63), "'0{63}' is no digest"),
+    "a digest that is too short": (lambda found: with_first(found, digest="0" * 63), "'0{63}' is no digest"),
 }
 
 

@@ -288,7 +288,7 @@ class TestSetup:
 
     def test_no_price_is_known_before_anything_is_sent(self, prices: Prices) -> None:
         with pytest.raises(NoPrice):
-            AnthropicBackend("nobody", prices, api_key="test")
+            AnthropicBackend("unknown", prices, api_key="test")
 
     def test_no_sdk_names_the_extra(self, prices: Prices, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "anthropic", None)

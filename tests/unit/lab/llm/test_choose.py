@@ -36,7 +36,7 @@ def test_a_reply_without_a_price_is_refused(choice: str, prices: Prices) -> None
     with pytest.raises(UsageError, match="unbilled"):
         make_backend(choice, prices)
     with pytest.raises(NoPrice):
-        make_backend(choice, prices, model="nobody")
+        make_backend(choice, prices, model="unknown")
 
 
 def test_each_kind_can_be_chosen(prices: Prices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

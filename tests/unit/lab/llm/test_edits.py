@@ -105,7 +105,7 @@ class TestObjects:
         [
             ("[1]", Malformation.NOT_AN_OBJECT), ("```json\n3\n```", Malformation.NOT_AN_OBJECT),
             ('{"a": 1', Malformation.NOT_JSON), ('{"a": 1} and more', Malformation.NOT_JSON),
-            ("```json\n{'a': 1}\n```", Malformation.NOT_JSON), ("none at all", Malformation.NO_BLOCK),
+            ("```json\n{'a': 1}\n```", Malformation.NOT_JSON), ("no block", Malformation.NO_BLOCK),
             ("```\n{}\n```\n```\n{}\n```", Malformation.SEVERAL_BLOCKS), ('{"a": "\ud800"}', Malformation.NOT_JSON),
             ('{"a":' * 100_000, Malformation.NOT_JSON), ("```json\n{", Malformation.OPEN_BLOCK),
         ],

@@ -31,7 +31,7 @@ def recorded(tmp_path: Path, scripted: Any, said: Said) -> Path:
     path = tmp_path / "recorded.jsonl"
     script = [said("first", 0.01), said("beside", 0.01), said("second", 0.01)]
     with Session.begin(path, scripted(script), limit_usd=1.0, name="original") as session:
-        play(session, "whoever", "nobody")
+        play(session, "one", "other")
     return path
 
 
@@ -60,22 +60,22 @@ def test_a_recording_without_the_field_is_of_the_first_set(recorded: Path) -> No
 def test_a_replay_of_another_set_has_recorded_prompts(recorded: Path, tmp_path: Path) -> None:
     backend, again = ReplayBackend(of_another_set(recorded)), tmp_path / "again.jsonl"
     with Session.begin(again, backend, limit_usd=1.0, name="replay") as session:
-        assert play(session, "anyone", "no process") == ["first", "beside", "second"]
+        assert play(session, "new one", "new other") == ["first", "beside", "second"]
     assert begun(again).prompt_set == OTHER
-    assert b"anyone" not in again.read_bytes()
+    assert b"new one" not in again.read_bytes()
 
 
 def test_a_replay_of_the_current_set_needs_its_words(recorded: Path, tmp_path: Path) -> None:
     backend = ReplayBackend(recorded)
     session = Session.begin(tmp_path / "again.jsonl", backend, limit_usd=1.0, name="replay")
     with session, pytest.raises(TrajectoryMismatch, match="no reply to this prompt"):
-        play(session, "anyone", "no process")
+        play(session, "new one", "new other")
 
 
 def test_a_resumed_run_of_another_set_goes_on(recorded: Path, scripted: Any, said: Said) -> None:
     live = scripted([said("third", 0.01)])
     with Session.resume(of_another_set(recorded), live) as session:
-        assert play(session, "anyone", "no process") == ["first", "beside", "second"]
+        assert play(session, "new one", "new other") == ["first", "beside", "second"]
         session.chat("late").ask("new words")
     assert [asked.turns[-1].text for asked in live.asked] == ["new words"]
 
@@ -83,6 +83,6 @@ def test_a_resumed_run_of_another_set_goes_on(recorded: Path, scripted: Any, sai
 def test_more_than_another_set_recorded_is_refused(recorded: Path, tmp_path: Path) -> None:
     backend = ReplayBackend(of_another_set(recorded))
     with Session.begin(tmp_path / "again.jsonl", backend, limit_usd=1.0, name="replay") as session:
-        play(session, "anyone", "no process")
+        play(session, "new one", "new other")
         with pytest.raises(TrajectoryMismatch, match="asks for more"):
             session.chat("third").ask("a")

@@ -37,7 +37,7 @@ def whole(line: str) -> str:
 ROOT = kernel("slower.than_required 0.10")
 SCRIPT = [
     whole("accepted.faster 1.50"),
-    "no kernel at all",
+    "no kernel here",
     whole("wrong_value.mismatch"),
     whole("accepted.faster 1.50"),
     whole("slower.than_required 0.80"),

@@ -69,7 +69,7 @@ class TestTheLoop:
         self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path
     ) -> None:
         outcome = optimize(
-            task, PLAIN, begin(scripted(["no code at all", says("accepted.faster 2")])), judge, max_steps=2
+            task, PLAIN, begin(scripted(["no code here", says("accepted.faster 2")])), judge, max_steps=2
         )
         malformed = outcome.observations[1]
         assert malformed.verdict is None

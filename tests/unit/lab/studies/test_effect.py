@@ -86,7 +86,7 @@ def test_the_page_does_not_depend_on_the_order_of_files(
 
 
 def test_an_effect_is_found_and_no_effect_is_not() -> None:
-    """40 pairs find 0.3 against 0.8; equal rates are told apart in one of twenty experiments at most, by chance."""
+    """40 pairs find 0.3 against 0.8; equal rates differ by chance in one of twenty experiments at most."""
     (found, *_) = compare(STUDY, made_up({"none": 0.3, "cards": 0.8, "labels": 0.3, "placebo": 0.3}))
     assert found.name == "cards against none"
     assert found.counts.pairs == 40
