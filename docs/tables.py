@@ -355,7 +355,7 @@ def newcomer() -> str:
     """What a reader who had never seen the repository answered to four questions, and in what time."""
     lines = (ROOT / "results" / "newcomer" / "answers.jsonl").read_text().splitlines()
     rows = [
-        (one["question"], one["answer"], seconds_of(one), one["lookups"], "yes" if one["right"] else "no")
+        (one["question"], one["answer"], one["seconds"], one["lookups"], "yes" if one["right"] else "no")
         for one in map(msgspec.json.decode, lines)
     ]
     return f"{tabulate(rows, ('question', 'answer', 's', 'lookups', 'right'), tablefmt='pipe')}\n"
@@ -393,12 +393,6 @@ def judged_replies() -> Iterator[tuple[JudgeRequest, Verdict]]:
 def next_step(request: JudgeRequest) -> str:
     """The name of the kernel that a step leads to."""
     return request.reference_source.label if request.reference_source else ""
-
-
-def seconds_of(answer: dict[str, Any]) -> str:
-    """The time of one answer, with what is to be known of it."""
-    later, known = answer.get("seconds_with_later_checks"), answer.get("read_before")
-    return f"{answer['seconds']}{f', with later checks {later}' if later else ''}{', read before' if known else ''}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
