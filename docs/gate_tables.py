@@ -15,22 +15,24 @@ from pytest_klineage.report.reruns import widened
 from pytest_klineage.results.packed import line_files, read_lines
 
 QUALITY = Path(__file__).parents[1] / "results" / "gate_quality"
-DETECTED = re.compile(
-    r"^\| \*\*all\*\* \| (?P<loop>[\d.]+) % \|.*\| (?P<trials>\d+) \| (?P<found>\d+) \([^|]*\|[^|]*\|$", re.M
-)
-"""A row of a published table of detections that is over all kernels."""
 
 
 def pr_gate() -> str:
     """How many kernels the PR gate found slower, by how much they were slowed, from the published tables."""
     pages = [(QUALITY / f"detection-{name}.md").read_text() for name in ("sm90", "cpu")]
-    found = [
-        {float(row["loop"]): f"{row['found']} of {row['trials']}" for row in DETECTED.finditer(page)} for page in pages
-    ]
+    found = [detected(page) for page in pages]
     loops = sorted({loop for rows in found for loop in rows})
     rows = [(*about(page), *(own.get(loop, "-") for loop in loops)) for page, own in zip(pages, found, strict=True)]
     headers = ("slowed by", "margin", *("nothing" if loop == 0 else f"{loop:g} %" for loop in loops))
     return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
+
+
+def detected(page: str) -> dict[float, str]:
+    """By slowdown in percent how many trials over all kernels found it, from a published table of detections."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:1] == "|"]
+    names = next(row for row in rows if "found slower" in row)
+    over_all = [dict(zip(names, row, strict=True)) for row in rows if row[0] == "**all**"]
+    return {float(row["busy loop"][:-1]): f"{row['found slower'].split()[0]} of {row['trials']}" for row in over_all}
 
 
 def about(page: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ def _load(path: Path):  # type: ignore[no-untyped-def]
 
 
 tables = _load(ROOT / "docs" / "tables.py")
+gate_tables = _load(ROOT / "docs" / "gate_tables.py")
 WITH_REGIONS = [page for page in tables.PAGES if tables.REGION.search(page.read_text())]
 
 
@@ -101,3 +102,14 @@ def test_published_tables_follow_from_their_records(run: str, tmp_path: Path) ->
     main(["report", str(folder / "records.jsonl"), "--markdown", str(tmp_path / "table.md")])
     assert _rows(folder / "table.md")
     assert _rows(tmp_path / "table.md") == _rows(folder / "table.md")
+
+
+@pytest.mark.parametrize("counts", ["judgements | trials", "trials | judgements"])
+def test_detections_are_read_by_their_columns(counts: str) -> None:
+    cells = {"trials": "20", "judgements": "45"}
+    values = " | ".join(cells[name] for name in counts.split(" | "))
+    page = (
+        f"# What it finds\n\n| kernel | busy loop | {counts} | found slower | asked |\n|---|---|---|---|---|---|\n"
+        f"| gemm | 5 % | 4 | 9 | 1 (25 %) | |\n| **all** | 5 % | {values} | 9 (45 %) | >= 50 % |\n"
+    )
+    assert gate_tables.detected(page) == {5.0: "9 of 20"}
