@@ -2,8 +2,8 @@
 
 A judge takes the file below its working directory where it is the same, else the text that the request carries. Text is
 checked against the digest that the case, or for a reference's functions the request, names, so that a verdict is about
-what it says; it is trusted like a checkout, and runs outside of the sandbox. It is imported alone: no other carried file
-is found from it.
+what it says; it is trusted like a checkout, and runs outside of the sandbox. It is imported alone: no other carried
+file is found from it.
 """
 
 from __future__ import annotations

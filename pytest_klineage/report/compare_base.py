@@ -11,11 +11,17 @@ from typing import Any
 
 from pytest_klineage.records import Interval, Verdict
 from pytest_klineage.records.baseline import Comparison, ComparisonOutcome
-from pytest_klineage.records.verdict import DISTURBED
+from pytest_klineage.records.verdict import DISTURBED, Status
 from pytest_klineage.report.compare import advice_for, change_text, classify, finding, first_line, where_it_lies
 
 LEAST, MOST = 2, 3
 """Undisturbed judgements that a change of speed needs, and judgements at most."""
+
+HEADS_OWN = (
+    Status.WRONG_VALUE, Status.WRONG_SHAPE, Status.WRONG_DTYPE, Status.CHEAT, Status.WRAPPER, Status.RUNTIME_ERROR,
+    Status.TIMEOUT,
+)  # fmt: skip
+"""What only the head's kernel can come to: where the base's fails to run there is no verdict."""
 
 
 def precision_for(margin: float) -> float:
@@ -42,12 +48,18 @@ def compare_base(
     """
     kept: dict[str, Any] = {"verdict": judged[0], "more": tuple(judged[1:])}
     failed = next((paired for paired in judged if paired.timing is None or not paired.scored), None)
+    if failed is not None and failed.status in HEADS_OWN:
+        message = f"beside the base's kernel it is {failed.code.value}: {first_line(failed.reasons[0].message)}"
+        return finding(nodeid, verdict, "base", margin, ComparisonOutcome.BROKEN, message, "run its test again", **kept)
     if failed is not None or change is None:
         reason = (failed or judged[0]).reasons[0]
         message = f"the base's kernel could not be compared with: {reason.code.value}: {first_line(reason.message)}"
         advice = "build the base's kernel with the flags of the head"
         return finding(nodeid, verdict, "base", margin, ComparisonOutcome.BASE_FAILED, message, advice, **kept)
-    outcome = pooled_outcome(change, margin, len(undisturbed(judged)))
+    counted = [paired.timing.speedup for paired in undisturbed(judged) if paired.timing]
+    outcome = pooled_outcome(change, margin, len(counted))
+    if any(contradicts(one, outcome, margin) for one in counted):
+        outcome = ComparisonOutcome.UNCLEAR
     ratios = tuple(paired.timing.speedup for paired in judged if paired.timing) if len(judged) > 1 else ()
     return finding(
         nodeid, verdict, "base", margin, outcome, _message(change, judged, margin), _advice(outcome, judged),
@@ -59,6 +71,12 @@ def pooled_outcome(change: Interval, margin: float, count: int) -> ComparisonOut
     """What an interval says that was pooled from so many judgements that count."""
     outcome = classify(change, margin)
     return outcome if count >= (LEAST if outcome.change else 1) else ComparisonOutcome.UNCLEAR
+
+
+def contradicts(one: Interval, outcome: ComparisonOutcome, margin: float) -> bool:
+    """Whether one judgement alone says the same or the contrary of a change: pooled starts do not show how judgements
+    differ from one another."""
+    return outcome.change and classify(one, margin) not in (outcome, ComparisonOutcome.UNCLEAR)
 
 
 def _message(change: Interval, judged: Sequence[Verdict], margin: float) -> str:

@@ -16,7 +16,7 @@ from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.plugin.comparison.pooling import CONFIDENCE, compare_judged, pooled_interval, pooled_starts
 from pytest_klineage.records import Code, Interval, KernelCase, Reason, Timing, Verdict
 from pytest_klineage.records.baseline import ComparisonOutcome
-from pytest_klineage.report.compare_base import MOST, judge_again, pooled_outcome
+from pytest_klineage.report.compare_base import LEAST, MOST, judge_again, pooled_outcome
 
 QUICK, MARGIN, LINE = 200, 0.03, 0.97
 SLOWER, FASTER, SAME, UNCLEAR = (
@@ -44,7 +44,9 @@ timings = pairs.flatmap(
 )
 
 
-def noisy(draw: random.Random, speedup: float = 1.0, *, starts: int = 6, each: int = 10, between: float = 0.01) -> Timing:
+def noisy(
+    draw: random.Random, speedup: float = 1.0, *, starts: int = 6, each: int = 10, between: float = 0.01
+) -> Timing:
     """A judgement as they are: starts differ, and pairs of a start do."""
     samples = []
     for _ in range(starts):
@@ -86,9 +88,7 @@ def test_every_start_keeps_its_pairs(judged: list[Timing]) -> None:
     assert all(one < other for one, other in pairwise([*starts, total]))
     lengths = [other - one for one, other in pairwise([*starts, total])]
     assert lengths == [
-        other - one
-        for timing in judged
-        for one, other in pairwise([*timing.starts, len(timing.candidate_samples_ms)])
+        other - one for timing in judged for one, other in pairwise([*timing.starts, len(timing.candidate_samples_ms)])
     ]
 
 
@@ -160,6 +160,13 @@ def test_judgements_without_pairs_have_to_agree(policy: str) -> None:
     ]
     assert pooled_interval(judged[:1]) == Interval(0.9, 0.89, 0.92)
     assert pooled_interval(judged) == Interval(0.93, 0.89, 1.02)
+    with_pairs = timing_of([(1.0, 1.0)] * 40, speedup=Interval(0.91, 0.9, 0.92))
+    assert pooled_interval([*judged[:1], with_pairs]) == Interval(0.905, 0.89, 0.92)
+
+
+def test_two_looks_err_no_more_than_one_of_99_percent() -> None:
+    looks_for_a_change = MOST - LEAST + 1
+    assert looks_for_a_change * (1 - CONFIDENCE) == pytest.approx(0.01)
 
 
 # --- how often it errs ------------------------------------------------------------------------------------------------
@@ -274,10 +281,10 @@ def test_disturbed_judgements_alone_say_nothing(calm: Callable[[float], Timing])
 
 
 def test_a_base_that_fails_ends_it(calm: Callable[[float], Timing]) -> None:
-    judged = [verdict_of(calm(0.9)), verdict_of(None, Code.CRASH)]
+    judged = [verdict_of(calm(0.9)), verdict_of(None, Code.COMPILE)]
     for some in (judged, judged[1:]):
         found = compare_judged("a", judged[0], some, margin=MARGIN)
         assert found.outcome is ComparisonOutcome.BASE_FAILED
-        assert found.message.endswith("runtime_error.crash: said so")
+        assert found.message.endswith("build_error.compile: said so")
         assert found.more == tuple(some[1:])
         assert not judge_again(found)

@@ -28,7 +28,17 @@ from detection import (
     trials_of,
 )
 
-from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Reason, SourceFile, Surface, Timing, Verdict
+from pytest_klineage.records import (
+    Code,
+    Interval,
+    KernelCase,
+    KernelSource,
+    Reason,
+    SourceFile,
+    Surface,
+    Timing,
+    Verdict,
+)
 
 CASE = KernelCase(operator="gemm", shape={"M": 8}, dtype="fp32", reference="torch")
 ENTRY = 'extern "C" int run(const klineage_call *call) {'
