@@ -10,8 +10,8 @@ after them, from a reading of the rule.
 
 Rule: that of the plugin. One interval of 99.5 % over the starts of all judgements of a trial, by the gate's bootstrap,
 lies below 0.97, above 1/0.97 or between; where it does not, or a single judgement says that the speed has changed, or
-one contradicts the change, the two kernels are judged again, three times at most. Sampling stops at a half-width of 0.75 % or at the default time
-limit of 10 s.
+one contradicts the change, the two kernels are judged again, three times at most. Sampling stops at a half-width of
+0.75 % or at the default time limit of 10 s.
 Slowdowns: a loop of 0, 3, 5, 10 and 20 % of the duration of the same call, which the kernel itself measures; the base
 is the same kernel with a loop of 0 %. Their order is mixed, so that a drift of the machine reaches all of them.
 Counts: ROUNDS rounds of five kernels, which are 20 trials of each slowdown and 100 of unchanged kernels. Every trial
