@@ -50,8 +50,9 @@ def names(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
     """Distributions that change an input of the signature's types, then other values of options."""
     floats = {is_float(spec.dtype) for spec in operator.signature(case).inputs}
     changes = [
-        name for name in operator.defaults if (name not in INTEGERS) in floats and name not in operator.distributions
-    ]
+        name for name in operator.defaults
+        if (name not in INTEGERS) in floats and name not in operator.distributions and is_for(operator, case, name)
+    ]  # fmt: skip
     return (*changes, *other_options(operator, case))
 
 
@@ -96,10 +97,6 @@ def problem(
 
     `wrong` is the answer to other inputs.
     """
-    if (name == COMPARED and not rounds_nothing(operator, case)) or (
-        name == PAIRED and not operator.calls_only(case, PAIRING)
-    ):
-        return ""
     drawn = numbers(operator, case, generator)
     state = generator.get_state()
     usual = finished(operator, case, generator, DEFAULT_DISTRIBUTION, copied(drawn))
@@ -124,6 +121,13 @@ def problem(
         return str(error)
     except UsageError:
         return "the definition fails"
+
+
+def is_for(operator: DefinedOperator, case: KernelCase, name: str) -> bool:
+    """Whether a change is one for a definition that calls what this one does."""
+    if name == COMPARED:
+        return rounds_nothing(operator, case) and not operator.calls_only(case, MOVES)
+    return name != PAIRED or operator.calls_only(case, PAIRING)
 
 
 def rounds_nothing(operator: DefinedOperator, case: KernelCase) -> bool:

@@ -45,7 +45,7 @@ def recording(names: set[str]) -> Iterator[None]:
     class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own has no annotations
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not function.is_view:
-                stable = "stable" in function._overloadname
+                stable = bool((kwargs or {}).get("stable"))
                 names.add(f"{function.overloadpacket.__name__}{'.stable' * stable}")
             return function(*args, **(kwargs or {}))
 
@@ -80,10 +80,22 @@ def is_rearrangement(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
 
 def is_truncation(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
     """Whether every output element is one and the same input element without its fraction, or constant, in all."""
-    return is_rearrangement([
-        ({name: tensor.trunc() if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}, outputs)
-        for inputs, outputs in problems
-    ])  # fmt: skip
+    if len(problems) < 2 or not all(is_whole(one) for one in samples(problems)):
+        return False
+    first = without_fractions(problems[0][0])
+    if not all(occurs(one, first) for one in samples(problems)):
+        return False
+    return is_rearrangement([(without_fractions(inputs), outputs) for inputs, outputs in problems])
+
+
+def is_whole(element: torch.Tensor) -> bool:
+    """Whether an element has no fraction."""
+    return not element.is_floating_point() or bool(element == element.trunc())
+
+
+def without_fractions(tensors: Tensors) -> Tensors:
+    """Floats as whole numbers in float64; others as they are."""
+    return {name: tensor.double().trunc() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def samples(problems: Sequence[tuple[Tensors, Tensors]]) -> Iterator[torch.Tensor]:

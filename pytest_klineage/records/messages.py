@@ -10,6 +10,8 @@ from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
 CANDIDATE_FRAME_BYTES = 64 * 1024
 """The longest frame that is read from an untrusted worker."""
+FLOAT_CONTROL = ("rounding", "denormal numbers", "floating-point exceptions", "precision")
+"""What a processor's control registers decide, from the lowest bit of `Returned.float_control` on."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,6 +146,8 @@ class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Operators of the framework that have been refused in this process so far, at most a few."""
     digest: str = ""
     """Of the outputs as they are when this is sent: what is written later shows."""
+    float_control: int = 0
+    """On a CPU, what the calls so far have changed in how their thread computes: bits of `FLOAT_CONTROL`."""
 
 
 class EventsMade(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -249,6 +253,8 @@ class TimeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     mean of a replayed graph. A CPU runs one call at a time in any mode but "graph"."""
     flush: bool = True
     """Whether calls on a CPU start from memory; those that warm a new process up need not."""
+    checks: bool = False
+    """Whether, on a CPU, a check of the candidate now and then takes the place of a pair, which then is not timed."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):

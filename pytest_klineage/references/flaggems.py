@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sqlite3
 import sys
 from collections.abc import Collection
 from functools import partial
@@ -207,6 +206,9 @@ def returning(function: Callable[..., Any], names: list[str]) -> Call:
 
 def configurations(folder: Path) -> dict[str, str]:
     """By kernel, the configuration that FlagGems' tuner has chosen: "tuned.<kernel>", from its database."""
+    # Not above: a kernel's worker imports this file, and must not have a database engine at hand.
+    import sqlite3
+
     found: dict[str, str] = {}
     for path in sorted(folder.glob("config_cache/*.db")):
         with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:

@@ -21,6 +21,15 @@ DEVICE_LIBRARY_NAMES = re.compile(
     r"/lib[^/]*(torch(?!audio|vision|codec)|cublas|cudnn|cutlass|flashinfer)[^/]*\.so", re.I
 )
 """Those that do so on a GPU. Packages of Python import libraries for CPUs too, which no kernel on a GPU comes from."""
+ENGINES = re.compile(r"/lib-dynload/_(sqlite3|tkinter|dbm|gdbm)\b")
+"""Extension modules of Python's standard library that lead to an engine of somebody else's."""
+PYTHON_PARTS = re.compile(
+    r"/lib-dynload/[^/]+\.so$|/(?:site|dist)-packages/(?:torch|numpy|numba|llvmlite|triton|_cffi_backend|gmpy2|optree"
+    r"|psutil|_?yaml|markupsafe|msgspec)\b"
+    r"|/lib(?:python\d|ffi|z|zstd|bz2|lzma|crypto|ssl|uuid|expat|b2|tinfow?|ncursesw?|readline|resolv|nss_\w+"
+    r"|LLVM|tbb|tbbmalloc|svml|intlc|imf|irc|irng)\b[\w.+-]*\.so[.\d]*$"
+)
+"""What Python, PyTorch with what it imports late, NumPy, Numba and their compilers may map as code."""
 MEMORY_FILE = "/memfd:"
 """How the path of a file begins that is in memory only: the template's are copies of code with traps."""
 UNNAMED = re.compile(r"(\[.*\])?")
@@ -77,13 +86,31 @@ def foreign_code(now: Collection[MappedRange], before: Collection[MappedRange], 
         workdir = os.devnull if job.allow_processes else job.workdir
         names = LIBRARY_NAMES if job.platform == "cpu" or job.surface == "cuda" else DEVICE_LIBRARY_NAMES
         known, theirs = vendors(before, os.devnull, names), vendors(now, workdir, names)
-        return ForeignCode(tuple(sorted(loaded_since(theirs, known))))
+        found = loaded_since(theirs, known)
+        if job.surface == "python" and job.platform == "cpu" and not job.module:
+            found |= unknown_libraries(now, before)
+        return ForeignCode(tuple(sorted(found)))
     new = [one for one in now if one.executable and not one.lies_in(before)]
     unnamed = sum(one.end - one.start for one in new if UNNAMED.fullmatch(one.path))
     libraries = {Path(one.path).name for one in new if not UNNAMED.fullmatch(one.path) and not is_own(one.path, job)}
     if not unnamed or (is_narrow(job) and containment.landlock_abi()):
         return ForeignCode(tuple(sorted(libraries)), unnamed)
     return ForeignCode((*sorted(libraries), f"{unnamed >> 10} KiB of code that no file holds"))
+
+
+def unknown_libraries(now: Iterable[MappedRange], before: Collection[MappedRange]) -> set[str]:
+    """Names of files with code, not mapped before, that are no part of Python, nor of what a kernel is compiled by.
+
+    For a kernel of one file, which imports what it names. A package may import anything beside the kernel.
+    """
+    paths = {one.path for one in before}
+    new = {one.path for one in now if one.executable and one.path.startswith("/")} - paths
+    return {Path(path).name for path in new if ENGINES.search(path) or not is_of_python(path)}
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file is of the language's runtime, or among PYTHON_PARTS."""
+    return RUNTIME.fullmatch(Path(path).name) is not None or PYTHON_PARTS.search(path) is not None
 
 
 def is_own(path: str, job: Job) -> bool:

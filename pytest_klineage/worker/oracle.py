@@ -6,6 +6,7 @@ between request and clock, and keeps the problems of the last cases because cand
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -42,13 +43,14 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.worker.host.arena import OracleArena, SharedArena
 from pytest_klineage.worker.problems import Plain, ProblemSet
-from pytest_klineage.worker.rounds import WorkerHandle, WorkerProblem
-from pytest_klineage.worker.turns import Turns
+from pytest_klineage.worker.rounds import RepetitionResult, WorkerHandle, WorkerProblem
+from pytest_klineage.worker.turns import Pair, Turns
 
 if TYPE_CHECKING:
     from pytest_klineage.worker.device.oracle import Blocks
 
 KEPT_CASES = 4
+WRONG_VALUES = (Code.MISMATCH, Code.UNWRITTEN, Code.NON_FINITE)
 Request: TypeAlias = OpenCase | Attach | Detach | CheckRequest | TimeRequest | ProfileRequest | Stock | Shutdown
 
 
@@ -184,31 +186,44 @@ class Oracle:
             return msgspec.structs.replace(timed, reasons=tuple(as_timed(reason) for reason in timed.reasons))
         if request.mode == "graph":
             raise ValueError("CUDA graphs need a GPU")
-        problems = self.turns.problem_set()
-        fresh = "fresh_inputs" in request.defences
         samples: list[TimedCall] = []
-        for _ in range(request.reps):
-            view, slot = self.turns.next_view(problems, fresh=fresh, timed=request.flush)
-            seen: set[str] = set()
-            for role in request.order:
-                if role in seen:
-                    # No side gets the same inputs twice; the two sides of a pair get the same.
-                    view, slot = self.turns.next_view(problems, fresh=fresh, timed=request.flush)
-                    seen.clear()
-                seen.add(role)
-                self.turns.freeze_others(role)
-                self.turns.current = role
-                # The reference goes through the same motions: what follows a call must not depend on whose call it was.
-                outcome = self.turns.handles[role].run(
-                    view, 0, slot, request.deadline_s, request.defences, self.flush if request.flush else None
-                )
-                novel = isinstance(view, Plain) and fresh
+        pair, seen = self.next_pair(request), set[str]()
+        for role in request.order * request.reps:
+            if role in seen:
+                # No side gets the same inputs twice; the two sides of a pair get the same.
+                pair = self.next_pair(request)
+                seen.clear()
+            seen.add(role)
+            outcome = self.timed_call(role, pair, request)
+            if pair.check is None:
+                novel = isinstance(pair.view, Plain) and "fresh_inputs" in request.defences
                 samples.append(msgspec.structs.replace(outcome.sample, novel=novel))
-                if outcome.reasons and role == "reference":
-                    raise WorkerProblem(*outcome.reasons)
-                if outcome.reasons:
-                    return Timed(samples=tuple(samples), reasons=tuple(as_timed(r) for r in outcome.reasons))
+            if outcome.reasons:
+                found = as_timed if pair.check is None else as_checked_among
+                return Timed(samples=tuple(samples), reasons=tuple(found(reason) for reason in outcome.reasons))
         return Timed(samples=tuple(samples))
+
+    def next_pair(self, request: TimeRequest) -> Pair:
+        """Inputs for both sides."""
+        fresh = "fresh_inputs" in request.defences
+        return self.turns.next_pair(
+            self.turns.problem_set(), fresh=fresh, timed=request.flush, checks=request.checks and request.flush
+        )
+
+    def timed_call(self, role: str, pair: Pair, request: TimeRequest) -> RepetitionResult:
+        """One side's call. The reference goes through the same motions as the candidate: what follows a call must not
+        depend on whose call it was. Raises WorkerProblem where the reference is wrong."""
+        began = time.monotonic()
+        self.turns.freeze_others(role)
+        self.turns.current = role
+        flush = self.flush if request.flush else None
+        outcome = self.turns.handles[role].run(
+            pair.of(role), 0, pair.slot, request.deadline_s, request.defences, flush
+        )  # fmt: skip
+        self.turns.schedule.spend(time.monotonic() - began, on_check=pair.check is not None)
+        if outcome.reasons and role == "reference":
+            raise WorkerProblem(*outcome.reasons)
+        return outcome
 
     def stock(self, request: Stock) -> Attached:
         """Make the new problems of the open case that are made before timing."""
@@ -247,10 +262,18 @@ def as_timed(reason: Reason) -> Reason:
     if reason.code is Code.MISMATCH and is_at_the_edge(reason):
         message = f"within the tolerance when checked, just outside of it when timed on new inputs: {reason.message}"
         return Reason(code=Code.MISMATCH, message=message, evidence=reason.evidence)
-    if reason.code in (Code.MISMATCH, Code.UNWRITTEN, Code.NON_FINITE):
+    if reason.code in WRONG_VALUES:
         message = f"right when checked, wrong when timed on inputs of the same kind: {reason.message}"
         return Reason(code=Code.REPLAY, message=message, evidence=reason.evidence)
     return reason
+
+
+def as_checked_among(reason: Reason) -> Reason:
+    """A finding of a check among timed calls."""
+    if reason.code not in WRONG_VALUES:
+        return reason
+    message = f"right when checked before it was timed, wrong in a check among timed calls: {reason.message}"
+    return Reason(code=reason.code, message=message, evidence=reason.evidence)
 
 
 def request_key(request: OpenCase) -> bytes:

@@ -80,6 +80,9 @@ STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
 STOCK_SHARE = 1 / 3
 """Of a GPU's free memory: the checks, about as many problems, and both sides need the rest."""
+LEAST_AMONG = 2
+"""Checks that come among timed pairs, at least. Where fewer are kept, because one takes seconds to make, so many are
+made before timing."""
 KEPT_ELEMENTS = 1 << 25
 """Undeclared checks of tensors with more elements than this in all are made again when they are due: 8 of them would
 take more than 4 GB in float64."""
@@ -106,6 +109,9 @@ class ProblemSet:
         seconds, size = time.monotonic() - first, allocated_bytes(self.device) - before
         self.novel_is_cheap = seconds <= (NOVEL_LIMIT_S if self.device == "cpu" else GPU_NOVEL_LIMIT_S)
         self.stock: list[Problem] = []
+        self.among: list[Problem] = []
+        """Checks that may come among timed pairs: what those, whose inputs are of the default distribution, leave
+        out."""
         wanted = self.has_symmetry and not self.novel_is_cheap
         self.stock_size = self.size_of_stock(seconds, size, free_bytes(self.device)) if wanted else 0
         perturbed = chosen.perturb(self.case, self.timed[0].inputs, self.random(PERTURBED))
@@ -137,12 +143,10 @@ class ProblemSet:
         self.notes = [*self.notes, *(f"not checked with {', '.join(names)}: {why}" for why, names in absent.items())]
 
     def moves(self, novel: Problem) -> bool:
-        """Whether an answer consists of input elements, or of those cast to integers, so that copies do all the work."""
+        """Whether an answer consists of input elements or those without fractions, so that copies are all of it."""
         alike = [novel, *(one for one in self.checks if isinstance(one, Problem) and one.case == self.case)]
         answers = [(problem.inputs, problem.expected.outputs) for problem in alike]
-        return (
-            operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers) or is_truncation(answers)
-        )
+        return operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers) or is_truncation(answers)
 
     def further(self, name: str) -> Problem | str:
         """An undeclared check, the same one every time, or why there is none."""
@@ -153,7 +157,10 @@ class ProblemSet:
 
     def check(self, index: int) -> Problem:
         """A planned check. Raises ValueError for one that cannot be made again."""
-        planned = self.checks[index]
+        return self.made(self.checks[index])
+
+    def made(self, planned: Problem | Remade) -> Problem:
+        """The same check with its tensors. Raises ValueError for one that cannot be made again."""
         found = self.further(planned.input_distribution) if isinstance(planned, Remade) else planned
         if isinstance(found, str):
             raise ValueError(found)
@@ -183,6 +190,18 @@ class ProblemSet:
         """Make them, once: the first kernel that is to be timed waits for them, one that is wrong does not."""
         while len(self.stock) < self.stock_size:
             self.stock.append(self.novel())
+        if self.device == "cpu":
+            self.among = self.among or self.drawn_among()
+
+    def drawn_among(self) -> list[Problem]:
+        """The checks of other distributions that are kept, or a few that are not: those of the case itself, since
+        a kernel knows another shape or option when it sees it."""
+        timed = {self.timed[0].input_distribution, PERTURBED}
+        others = [one for one in self.checks if one.case == self.case and one.input_distribution not in timed]
+        kept = [one for one in others if isinstance(one, Problem)]
+        remade = [one for one in others if isinstance(one, Remade)]
+        drawn = secrets.SystemRandom().sample(remade, min(len(remade), max(0, LEAST_AMONG - len(kept))))
+        return [*kept, *(self.made(one) for one in drawn)]
 
     def random(self, *purpose: object) -> torch.Generator:
         """The generator for a purpose, where the tensors lie."""

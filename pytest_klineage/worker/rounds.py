@@ -18,6 +18,7 @@ import torch
 from pytest_klineage.channel import BadFrame, Channel, ChannelClosed
 from pytest_klineage.records import Check, Code, Reason
 from pytest_klineage.records.messages import (
+    FLOAT_CONTROL,
     Again,
     Attached,
     FromWorker,
@@ -39,6 +40,7 @@ from pytest_klineage.worker.comparison import View, compare, prepare
 from pytest_klineage.worker.earlier import EarlierResults
 from pytest_klineage.worker.host.arena import OracleArena, flat_bits, same_bits
 from pytest_klineage.worker.host.scheduling import waited_ns
+from pytest_klineage.worker.left_behind import OtherSlots
 from pytest_klineage.worker.stopping import Stopper, thread_states
 
 EARLY_SAMPLES = 256
@@ -47,7 +49,8 @@ COPIES_ALLOWED = 4
 """How many copies of a reference's outputs may pass, in time, between its return and its result: cold pages, two hops.
 A candidate's are copied before it has returned."""
 ASKED_AGAIN = 8
-"""One timed call in so many, and every check, is followed by a look at an earlier result: it must be what it was."""
+"""One timed call in so many, and every check, is followed by a look at what earlier ones have left: returned results,
+and the tensors of the other slots. They must be what they were."""
 SETTLE_S, SETTLE_MOST_S = 0.05, 1.0
 """How long a wrong output is given to change, and at most while the process is at work: if it does, work went on after
 the call had returned."""
@@ -87,6 +90,8 @@ class CallOutcome(NamedTuple):
     tensors: tuple[ReturnedTensor, ...]
     as_promised: bool
     """Whether the outputs are those that the answer was about."""
+    float_control: int
+    """What the call has changed of FLOAT_CONTROL, so a candidate's worker says."""
 
 
 NO_SENDER = "the process that says that the kernel is loaded cannot be held, so it could not be stopped"
@@ -104,6 +109,9 @@ class WorkerHandle:
         self.previous: list[ReturnedTensor] = []
         """Where earlier results lie that must not be touched."""
         self.earlier = EarlierResults()
+        self.others = OtherSlots()
+        self.float_control = 0
+        """What the worker's calls have changed of FLOAT_CONTROL: said once."""
         self.refused: tuple[str, ...] = ()
         """Operators of the framework that the worker was refused, so it says."""
         self.ended_s = time.monotonic()
@@ -172,6 +180,15 @@ class WorkerHandle:
         self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str],
         flush: Callable[[], None] | None = None, *, checking: bool = False,
     ) -> RepetitionResult:  # fmt: skip
+        """Run once on prepared memory, compare everything, and note what the call has left behind."""
+        result = self._run(view, arena_index, slot, deadline_s, defences, flush, checking=checking)
+        self.others.leave(arena_index, self.arenas[arena_index], slot, view.inputs)
+        return result
+
+    def _run(
+        self, view: View, arena_index: int, slot: int, deadline_s: float, defences: frozenset[str],
+        flush: Callable[[], None] | None, *, checking: bool,
+    ) -> RepetitionResult:  # fmt: skip
         """Run once on prepared memory and compare everything.
 
         The worker stands still from before the inputs are written until it is asked to run: flushing the caches takes
@@ -184,9 +201,12 @@ class WorkerHandle:
         if flush is not None:
             flush()
         self._pause(checking, timed=flush is not None)
-        sample, early, tensors, as_promised = self._call(arena, arena_index, slot, deadline_s)
+        sample, early, tensors, as_promised, control = self._call(arena, arena_index, slot, deadline_s)
         self.ended_s = time.monotonic()
-        reasons = list(self._integrity(arena, slot, view, tensors, defences))
+        looks_back = checking or not secrets.randbelow(ASKED_AGAIN)
+        reasons = [*self._integrity(arena, slot, view, tensors, defences), *control_reasons(control, defences)]
+        if looks_back:
+            reasons += self.others.changes(arena_index, slot, defences)
         self.earlier.add(arena_index, arena, slot, tensors, copied=self.role != "reference")
         self.previous = self.earlier.tensors()
         if "verify" not in defences:
@@ -197,7 +217,7 @@ class WorkerHandle:
         if more:
             self.freeze(False)
             more = [*self._late_work(arena_index, slot, bool(tensors), deadline_s), *more]
-        elif tensors and "alias_rules" in defences and (checking or not secrets.randbelow(ASKED_AGAIN)):
+        elif tensors and "alias_rules" in defences and looks_back:
             reasons += self._overwritten(arena_index, slot, deadline_s)
         return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
 
@@ -245,7 +265,9 @@ class WorkerHandle:
         sample = TimedCall(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns, waited_ns=max(0, waited))
         # A reference is copied after its answer, which so promises nothing.
         as_promised = self.role == "reference" or returned.digest == arena.output_digest(slot, nonce)
-        return CallOutcome(sample, early, tensors, as_promised)
+        control = returned.float_control & ~self.float_control
+        self.float_control |= control
+        return CallOutcome(sample, early, tensors, as_promised, 0 if self.role == "reference" else control)
 
     def _copied_afterwards(self, deadline_s: float, nonce: int) -> tuple[tuple[ReturnedTensor, ...], int]:
         """What a reference returned, which is copied after its call, and for how long that was waited, in ns."""
@@ -361,3 +383,12 @@ class WorkerHandle:
                 ):
                     return Reason(code=Code.ALIASED_OUTPUT, message=f"a returned output shares memory with {what}")
         return None
+
+
+def control_reasons(changed: int, defences: frozenset[str]) -> list[Reason]:
+    """A reason where calls have left their thread, which is their caller's, to compute in another way."""
+    names = [name for i, name in enumerate(FLOAT_CONTROL) if changed >> i & 1]
+    if not names or "input_integrity" not in defences:
+        return []
+    message = f"the call left its thread with another setting of the processor for {', '.join(names)}; restore it"
+    return [Reason(code=Code.TAMPERING, message=message)]

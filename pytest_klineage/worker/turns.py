@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from pytest_klineage.worker.comparison import View
-from pytest_klineage.worker.problems import Plain, ProblemSet, TransformedProblem
+from pytest_klineage.worker.problems import LEAST_AMONG, Plain, Problem, ProblemSet, TransformedProblem
 from pytest_klineage.worker.rounds import WorkerHandle
 
 NOVEL_EVERY, NOVEL_EVERY_AT_FIRST, FIRST_NOVEL = 4, 2, 12
@@ -17,6 +18,25 @@ NOVEL_EVERY, NOVEL_EVERY_AT_FIRST, FIRST_NOVEL = 4, 2, 12
 first ones do, until there were so many, warm-up included: eight must be left for a short timing."""
 PERTURBED_SHARE = 0.125
 """Share of timed repetitions whose inputs differ from the previous ones in a single element."""
+
+CHECK_EVERY, FIRST_CHECK = 16, 6
+"""One pair of so many, on average, gives the candidate a check instead; the first comes within so many pairs, which is
+as many as the shortest timing has."""
+CHECKS_SHARE = 0.125
+"""Of a timing, what checks may take: a kernel may be slow where inputs are sorted or denormal. Two come anyhow."""
+
+
+class Pair(NamedTuple):
+    """What the two sides of a pair are given, one after the other."""
+
+    view: View
+    slot: int
+    check: Problem | None = None
+    """What the candidate gets instead of the view. It and the other side go through the same motions, untimed."""
+
+    def of(self, role: str) -> View:
+        """The inputs of one side."""
+        return self.view if self.check is None or role != "candidate" else Plain(self.check)
 
 
 class Turns:
@@ -51,6 +71,18 @@ class Turns:
                 handle.freeze(True)
                 handle.hold_still()
 
+    def next_pair(self, problems: ProblemSet, *, fresh: bool, timed: bool, checks: bool) -> Pair:
+        """The next pair. A check takes the place of any but a twin or what a twin follows, after as long a pause.
+
+        So no kernel can tell by when it is called that this call is not timed.
+        """
+        view, slot = self.next_view(problems, fresh=fresh, timed=timed)
+        replaceable = checks and not self.schedule.twin_is_next and view.problem is not problems.perturbed_problem
+        check = self.schedule.check_if_due(problems.among) if replaceable else None
+        if check is not None and any(view.problem is one for one in problems.stock):
+            self.schedule.novel_drawn -= 1
+        return Pair(view, slot, check)
+
     def next_view(self, problems: ProblemSet, *, fresh: bool, timed: bool = True) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to. Calls that warm up take nothing from the stock."""
         made = timed and self.schedule.novel_drawn < len(problems.stock)
@@ -78,16 +110,41 @@ class Schedule:
         self.random = random.SystemRandom()
         self.last_slot = 0
         self.perturbed_key: str | None = None
-        self.until_novel = self.novel_drawn = 0
+        self.until_novel = self.novel_drawn = self.until_check = self.checks_drawn = 0
+        self.checks_left: list[Problem] = []
+        self.pairs_s = self.checks_s = 0.0
         self.begin()
 
     def begin(self) -> None:
-        """Another judgement: its new problems begin to be counted."""
+        """Another judgement: its new problems, and its checks, begin to be counted."""
         self.until_novel, self.novel_drawn = self.random.randrange(NOVEL_EVERY_AT_FIRST), 0
+        self.until_check, self.checks_drawn, self.checks_left = self.random.randrange(FIRST_CHECK), 0, []
+        self.pairs_s = self.checks_s = 0.0
+
+    def spend(self, seconds: float, *, on_check: bool) -> None:
+        """Count what a call of a pair took."""
+        self.pairs_s += seconds
+        self.checks_s += seconds if on_check else 0.0
+
+    @property
+    def twin_is_next(self) -> bool:
+        """Whether the next inputs differ from the last ones in a single element."""
+        return self.perturbed_key is not None
+
+    def check_if_due(self, among: list[Problem]) -> Problem | None:
+        """One of these checks, each as often as any other, at a place that no kernel can foresee; None elsewhere."""
+        self.until_check -= 1
+        affordable = self.checks_drawn < LEAST_AMONG or self.checks_s <= CHECKS_SHARE * self.pairs_s
+        if self.until_check >= 0 or not among or not affordable:
+            return None
+        self.checks_drawn += 1
+        self.until_check = self.random.randrange(2 * CHECK_EVERY - 1)
+        self.checks_left = self.checks_left or self.random.sample(among, len(among))
+        return self.checks_left.pop()
 
     def novel_is_due(self) -> bool:
         """True once in every few calls, at a place that no kernel can foresee."""
-        if self.perturbed_key is not None:
+        if self.twin_is_next:
             return False
         self.until_novel -= 1
         if self.until_novel >= 0:

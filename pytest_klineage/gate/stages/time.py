@@ -17,7 +17,15 @@ from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
 from pytest_klineage.gate.supervise import CALL_SLACK_S
 from pytest_klineage.gate.timing import stability
-from pytest_klineage.gate.timing.policy import POLICIES, Measurement, Paired, Samples, TimeLimit, screening
+from pytest_klineage.gate.timing.policy import (
+    POLICIES,
+    Measurement,
+    Paired,
+    Policy,
+    Samples,
+    TimeLimit,
+    screening,
+)
 from pytest_klineage.gate.timing.restarts import restart_policy_for
 from pytest_klineage.records import Interval, Reason, Timing
 from pytest_klineage.records.messages import CaseOpened, Profiled, ProfileRequest, Timed, TimeRequest, WorkerFailure
@@ -73,9 +81,7 @@ class TimedStage:
             reason = findings.compared_reason(reason, outcome)
         if "two_clocks" in self.context.settings.defences and self.context.gate.host.device == "cpu":
             reason = findings.resolved_reason(reason, taken, self._line())
-        return stability.steady_reason(
-            reason, outcome.samples, at_least=case.at_least, line=self._line(), limit=limit
-        )
+        return stability.steady_reason(reason, outcome.samples, at_least=case.at_least, line=self._line(), limit=limit)
 
     def _corrected(self, samples: Samples) -> Samples:
         return findings.overhead_corrected(samples) if "two_clocks" in self.context.settings.defences else samples
@@ -108,7 +114,7 @@ class TimedStage:
             """Samples; the time of calls that warm up, which flush nothing, is counted apart."""
             nonlocal warming_s
             began = time.monotonic()
-            samples = self._sample(order, reps, policy.mode, flush)
+            samples = self._sample(order, reps, policy, flush)
             if not flush:
                 warming_s += time.monotonic() - began
             return samples
@@ -140,11 +146,16 @@ class TimedStage:
     def _line(self) -> float:
         return self.context.case.at_least * (1 - self.context.settings.margin)
 
-    def _sample(self, order: tuple[str, ...], reps: int, mode: str, flush: bool) -> Samples:
+    def _checks_among(self, policy: Policy) -> bool:
+        """Whether checks come among the timed calls, as after them: not in a screening, whose best is judged again."""
+        full = isinstance(policy, Paired) and self.context.screen_against is None
+        return full and {"verify", "fresh_inputs"} <= self.context.settings.defences
+
+    def _sample(self, order: tuple[str, ...], reps: int, policy: Policy, flush: bool) -> Samples:
         deadline = self.context.settings.run_timeout_s
         request = TimeRequest(
-            order=order, reps=reps, deadline_s=deadline, defences=self.context.settings.defences, mode=mode,
-            flush=flush,
+            order=order, reps=reps, deadline_s=deadline, defences=self.context.settings.defences, mode=policy.mode,
+            flush=flush, checks=self._checks_among(policy),
         )  # fmt: skip
         answer = self.context.processes.ask_oracle(request, Timed, deadline * len(order) * reps + CALL_SLACK_S)
         if isinstance(answer, WorkerFailure):

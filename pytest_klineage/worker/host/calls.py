@@ -26,6 +26,7 @@ from pytest_klineage.records.messages import (
 from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, Memory, SurfaceFailure
 from pytest_klineage.worker.failures import describe
 from pytest_klineage.worker.host.digest import output_digest
+from pytest_klineage.worker.host.float_control import FloatControl
 
 REFUSED_SHOWN = 8
 """Refused operators that an answer names."""
@@ -59,6 +60,7 @@ class CallLoop:
         self.results: deque[Any] = deque()
         """What earlier calls returned, the oldest first, kept alive so that a buffer that is used again is seen."""
         self._materialise = materialise_if_needed()
+        self._float_control = FloatControl()
 
     def serve(self) -> None:
         """Answer until asked to stop or until the oracle is gone."""
@@ -118,7 +120,7 @@ class CallLoop:
         self.channel.send(
             Returned(
                 nonce=request.nonce, elapsed_ns=stop - start, tensors=tensors if done else None,
-                refused=self.refused(), digest=digest,
+                refused=self.refused(), digest=digest, float_control=self._float_control.changed(),
             )
         )  # fmt: skip
         self.results.append(result)

@@ -132,7 +132,7 @@ IN_FORCE: list[bool] = []
 """Not empty once this process refuses."""
 COPIED: list[bool] = []
 """Not empty once it refuses copies as well."""
-COPIES_REFUSED = 'the definition only moves bytes or truncates, so a kernel of its own (library="forbid") does that itself'
+COPIES_REFUSED = 'the definition only moves bytes or truncates; a kernel of its own (library="forbid") does that itself'
 REFUSED: set[str] = set()
 """Operators that were called in this process and refused, also where a candidate caught what they raised."""
 
@@ -212,8 +212,9 @@ def refused_keys(name: str, unmasking: bool) -> list[str]:
 
 def replacement(name: str) -> Any:
     """What takes an operator's place: nothing but a refusal, except where whole numbers are only written down."""
-    refuse = refuser(name)
-    return whole_numbers.stand_in(refuse) if name == whole_numbers.OPERATOR else refuse
+    if name == whole_numbers.OPERATOR:
+        return whole_numbers.stand_in(refuser(name, whole_numbers.REFUSED))
+    return refuser(name)
 
 
 @functools.cache

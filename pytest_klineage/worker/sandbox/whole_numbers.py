@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 OPERATOR = "aten::arange.start_out"
 """All others of the name are made of this one."""
+REFUSED = 'it computes what has fractions; this case asks for a kernel of its own (library="forbid")'
 KINDS = {"torch.int64": "q", "torch.int32": "i", "torch.float32": "f", "torch.float64": "d"}
 """By type, the letter that Python's arrays have for it; of other types a copy is converted."""
 KEPT = 16
@@ -29,7 +30,10 @@ def stand_in(refuse: Callable[..., None]) -> Callable[..., Any]:
     def arange(start: Any, end: Any, step: Any = 1, *, out: torch.Tensor) -> torch.Tensor:
         if not (whole(start) and whole(step)):
             refuse()
-        written(out, numbers(int(start), bound(end, step), int(step), KINDS.get(str(out.dtype), "q")))
+        kind = str(out.dtype)
+        # In this type the framework drops the fraction of the end as well.
+        last = int(end) if kind == "torch.int64" and math.isfinite(end) else bound(end, step)
+        written(out, numbers(int(start), last, int(step), KINDS.get(kind, "q")))
         return out
 
     return arange
@@ -40,18 +44,18 @@ def whole(number: Any) -> bool:
     return isinstance(number, int) or (isinstance(number, float) and number.is_integer())
 
 
-def bound(end: Any, step: Any) -> int:
-    """The whole number at which counting ends. Raises RuntimeError, as the framework does, for none."""
-    if step == 0 or not math.isfinite(end):
-        raise RuntimeError(f"unsupported range: to {end} in steps of {step}")
+def bound(end: float, step: float) -> int:
+    """The whole number before which counting ends. Raises RuntimeError, as the framework does, for none."""
+    if not math.isfinite(end):
+        raise RuntimeError(f"unsupported range: to {end}")
     return math.ceil(end) if step > 0 else math.floor(end)
 
 
 @functools.lru_cache(maxsize=KEPT)
 def numbers(start: int, end: int, step: int, kind: str) -> array.array[Any]:
-    """Every step-th number. Raises RuntimeError, as the framework does, where steps lead away from the end."""
-    if (end - start) * step < 0:
-        raise RuntimeError("upper bound and lower bound inconsistent with step sign")
+    """Every step-th number. Raises RuntimeError, as the framework does, where steps do not lead to the end."""
+    if step == 0 or (end - start) * step < 0:
+        raise RuntimeError("step must be nonzero, and lead from the start to the end")
     return array.array(kind, range(start, end, step))
 
 

@@ -11,7 +11,7 @@ import torch
 from pytest_klineage import UsageError, operator
 from pytest_klineage.channel import Channel
 from pytest_klineage.operators import OpenOperator, further, make_case, operator_of
-from pytest_klineage.operators.changes import CHANGES, INTEGERS
+from pytest_klineage.operators.changes import CHANGES, COMPARED, INTEGERS, PAIRED
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -23,7 +23,7 @@ from pytest_klineage.worker.turns import Turns
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
 
-ALL = tuple(name for name in CHANGES if name not in INTEGERS)
+ALL = tuple(name for name in CHANGES if name not in (*INTEGERS, COMPARED))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -105,7 +105,7 @@ def test_integers_and_booleans_have_their_own() -> None:
         return x.where(keep, n)
 
     case = make_case(chosen, (64,), "fp32", "torch")
-    assert checked(case) == ([*INTEGERS], [])
+    assert checked(case) == ([name for name in INTEGERS if name != PAIRED], [])
     inputs = {check.input_distribution: check.inputs for check in opened(case).checks if isinstance(check, Problem)}
     assert inputs["integers_wide"]["x"].abs().max() > 1 << 24
     assert inputs["integers_wide"]["n"].max() < 5
@@ -123,6 +123,56 @@ def test_integers_of_64_bits_and_the_largest_index() -> None:
     assert 1 << 40 < inputs["integers_wide"]["x"].abs().max() < 1 << 53
     assert (inputs["integers_last"]["n"] == 4).all()
     assert inputs["integers_last"]["x"].any()
+
+
+def test_integers_beyond_a_double_are_for_few_terms() -> None:
+    def names(function: Any) -> list[str]:
+        chosen = operator("x[N]: int64, y[N]: int64 -> z[N]: int64", name="some")(function)
+        return checked(make_case(chosen, (64,), "fp32", "torch"))[0]
+
+    assert PAIRED in names(lambda x, y: (x - y).abs())
+    assert PAIRED in names(lambda x, y: torch.where(x < y, x, -y))
+    for function in (lambda x, y: x.cumsum(0) + y, lambda x, y: x * y, lambda x, y: (x.double() - y).long()):
+        assert PAIRED not in names(function)
+
+
+def test_integers_beyond_a_double_are_beyond_it() -> None:
+    found = CHANGES[PAIRED](torch.arange(-100, 100), generator())
+    assert 1 << 56 < int(found.abs().max()) < 1 << 57
+    assert (found.double().long() != found).sum() > 150
+
+
+def ordered(stable: bool) -> OpenOperator:
+    """Places in ascending order, with ties left open or not."""
+
+    def order(x: torch.Tensor) -> torch.Tensor:
+        return x.argsort(dim=-1, stable=stable)
+
+    return operator("x[M,N] -> place[M,N]: int64", dtypes=("fp32",))(order)
+
+
+def test_equal_numbers_are_for_comparisons_that_say_which() -> None:
+    assert COMPARED in checked(make_case(ordered(True), (20, 24), "fp32", "torch"))[0]
+    for other in (ordered(False), best, softmax):
+        assert COMPARED not in checked(make_case(other, (20, 24), "fp32", "torch"))[0]
+
+
+def test_equal_numbers_are_in_every_row() -> None:
+    found = CHANGES[COMPARED](torch.randn(50, 24, generator=generator()).double(), generator())
+    counts = [len(row.unique()) for row in found]
+    assert max(counts) < 20
+    assert min(counts) > 1
+    assert not (found.eq(0) & found.signbit()).any()
+
+
+def test_a_tie_in_reverse_is_seen_and_a_stable_one_passes() -> None:
+    case = make_case(ordered(True), (20, 24), "fp32", "torch")
+    check = next(check for check in opened(case).checks if check.input_distribution == COMPARED)
+    assert isinstance(check, Problem)
+    x = check.inputs["x"]
+    assert check.expected.accepts({"place": x.argsort(dim=-1, stable=True)})
+    backwards = 23 - x.flip(-1).argsort(dim=-1, stable=True)
+    assert not check.expected.accepts({"place": backwards})
 
 
 def test_another_value_of_an_option_is_drawn_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:

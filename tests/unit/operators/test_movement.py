@@ -1,4 +1,4 @@
-"""Which definitions only move bytes: by what they call, and by what they give."""
+"""Which definitions only move bytes or truncate: by what they call, and by what they give."""
 
 from __future__ import annotations
 
@@ -39,6 +39,24 @@ def looked_up(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def converted(x: torch.Tensor) -> torch.Tensor:
     """The same numbers in another type."""
     return x.to(torch.bfloat16)
+
+
+@operator("x[M,N] -> y[N,M]", dtypes=("fp32",))
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Without fractions, which a cast to integers leaves out, too."""
+    return x.trunc().t()
+
+
+@operator("x[M,N] -> y[M,N]: int32", dtypes=("fp32",))
+def towards_zero(x: torch.Tensor) -> torch.Tensor:
+    """The same, written otherwise."""
+    return torch.where(x < 0, x.ceil(), x.floor()).int()
+
+
+@operator("x[M,N] -> y[M,N]", dtypes=("fp32",))
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """To the nearest number, which no cast does."""
+    return x.round()
 
 
 @operator("x[M,N]: bool -> y[N,M]: bool", dtypes=("fp32",))
@@ -91,12 +109,13 @@ def only_moves(chosen: OpenOperator, shape: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize(
     ("chosen", "shape"),
     [(transposed, (24, 16)), (by_a_product, (24, 16)), (padded, (24, 16)), (looked_up, (24, 16, 8)),
-     (converted, (24, 16)), (few_values, (24, 16)), (kept_rows, (24, 16)), (blanked, (24, 16))],
+     (converted, (24, 16)), (few_values, (24, 16)), (kept_rows, (24, 16)), (blanked, (24, 16)), (truncated, (24, 16)),
+     (towards_zero, (24, 16))],
 )  # fmt: skip
 def test_moved_bytes_are_known(chosen: OpenOperator, shape: tuple[int, ...]) -> None:
     assert only_moves(chosen, shape)
 
 
-@pytest.mark.parametrize("chosen", [largest, larger, with_energy, both])
+@pytest.mark.parametrize("chosen", [largest, larger, with_energy, both, rounded])
 def test_computed_elements_are_no_moves(chosen: OpenOperator) -> None:
     assert not only_moves(chosen, (24, 16))

@@ -80,8 +80,33 @@ def test_code_without_a_file_counts_where_libraries_can_be_read() -> None:
     assert foreign_code(now, BEFORE, unconfined(NATIVE)) == (("12 KiB of code that no file holds",), 0)
 
 
-def test_a_worker_with_the_framework_is_held_to_names_alone() -> None:
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("/usr/lib/x86_64-linux-gnu/libsqlite3.so.0.8.6", True),
+        ("/env/lib/python3.12/lib-dynload/_sqlite3.abi3.so", True),
+        ("/env/lib/python3.12/lib-dynload/_tkinter.cpython-312-x86_64-linux-gnu.so", True),
+        ("/env/lib/python3.12/site-packages/numexpr/interpreter.cpython-312-x86_64-linux-gnu.so", True),
+        ("/env/lib/python3.12/site-packages/pandas/_libs/algos.so", True), ("/env/lib/libgmp.so.10", True),
+        ("/env/lib/python3.12/lib-dynload/_decimal.cpython-312-x86_64-linux-gnu.so", False),
+        ("/env/lib/python3.12/site-packages/llvmlite/binding/libllvmlite.so", False),
+        ("/env/lib/python3.12/site-packages/numba/np/ufunc/omppool.cpython-312-x86_64-linux-gnu.so", False),
+        ("/usr/lib/python3/dist-packages/numpy/random/_pcg64.cpython-312-x86_64-linux-gnu.so", False),
+        ("/env/lib/python3.12/site-packages/_cffi_backend.cpython-312-x86_64-linux-gnu.so", False),
+        ("/env/lib/libtbb.so.12.11", False), ("/usr/lib/libcrypto.so.3", False), ("/usr/lib/libLLVM-15.so.1", False),
+        ("/usr/lib/libffi.so.8.1.2", False), ("/usr/lib/libgomp.so.1", False), ("/env/lib/libsvml.so", False),
+    ],
+)  # fmt: skip
+def test_a_python_kernel_may_load_what_compiles_it(path: str, counts: bool) -> None:
     job = Job(surface="python", workdir="/tmp/private")
+    names = (Path(path).name,) if counts else ()
+    assert foreign_code([*BEFORE, code(path)], BEFORE, job).libraries == names
+    assert foreign_code([*BEFORE, code(path)], [*BEFORE, code(path)], job) == ((), 0)
+    assert foreign_code([*BEFORE, code(path)._replace(executable=False)], BEFORE, job) == ((), 0)
+
+
+def test_a_kernel_of_a_package_is_held_to_names_alone() -> None:
+    job = Job(surface="python", module="package.kernels", workdir="/tmp/private")
     now = [*BEFORE, code(""), code("/usr/lib/libanything.so"), code("/usr/lib/libopenblas.so.0", 0x20000)]
     assert foreign_code(now, BEFORE, job) == (("libopenblas.so.0",), 0)
     assert foreign_code([code("/tmp/private/x.so")], [], job).libraries == ("x.so",)

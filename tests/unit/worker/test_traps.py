@@ -32,6 +32,8 @@ OPERATORS = Operators(
         "_ZN18PackedLinearWeight10apply_implILb0EEERN2at6TensorERKS2_", "pytorch_qnnp_run_operator",
         "nnp_convolution_output", "mkl_blas_avx2_xztrmm_left_lower_fullacopybcopy", "MKLGDFTFwdBatch_32fc", "sgetrf_64",
         "scipy_dgesdd_64_", "LAPACKE_sgels", "vsExp", "VMDLN_64_", "sscal_", "inplace_scaled_exp_minus_c__avx2",
+        "_ZN2at6native10arange_outERKN3c106ScalarES4_S4_RNS_6TensorE",
+        "_ZN2at3cpu10arange_outERNS_6TensorERKN3c106ScalarE",
         "_ZN2at6native24structured_ufunc_add_CPU4implERKNS_6TensorES4_RKN3c106ScalarES4_",
     ],
 )  # fmt: skip
@@ -50,6 +52,7 @@ def test_what_computes_is_known_by_its_name(name: str) -> None:
         "_ZN6fbgemm11PackBMatrixIaiED1Ev", "_ZN6fbgemm18fbgemmSupportedCPUEv", "_ZN4gloo7ContextD1Ev",
         "mkl_serv_malloc", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb", "_ZN6fbgemm19Float16ToFloat_simdEPKtPfm",
         "mkl_set_num_threads_local", "pytorch_qnnp_initialize", "vmlSetMode", "Sleef_expf16_u10avx512f", "scopy_",
+        "_ZN2at6native10arange_outERKN3c106ScalarERNS_6TensorE",
     ],
 )  # fmt: skip
 def test_byte_moves_and_dispatched_calls_are_left_alone(name: str) -> None:

@@ -64,9 +64,7 @@ def machine(request: pytest.FixtureRequest) -> str:
         (-(1 << 28), 1 << 28, False), (PAGE, 1, True), (0, 0, False),
     ],
 )  # fmt: skip
-def test_unmapping_near_the_start(
-    start: int, end: int, offset: int, length: int, refused: bool, machine: str
-) -> None:
+def test_unmapping_near_the_start(start: int, end: int, offset: int, length: int, refused: bool, machine: str) -> None:
     assert run(UNMAPPING[machine]["munmap"], start + offset, length, machine=machine) is refused
 
 

@@ -37,6 +37,7 @@ computing = {
     "conv2d": lambda: torch.nn.functional.conv2d(a.view(1, 1, 3, 4), b.view(1, 1, 4, 3)[:, :, :2, :2]),
     "attention": lambda: torch.nn.functional.scaled_dot_product_attention(a[None], a[None], a[None]),
     "low level": lambda: torch.ops.aten.mm.default(a, b), "cumsum": lambda: a.cumsum(0), "max": lambda: a.max(),
+    "arange": lambda: torch.arange(0.0, 1.0, 0.1),
     "xor": lambda: torch.bitwise_xor(a.int(), a.int()), "xor in place": lambda: a.int().bitwise_xor_(a.int()),
 }
 moving = {
@@ -46,6 +47,8 @@ moving = {
     "copy": lambda: torch.empty(3, 4).copy_(a), "cast": lambda: a.to(torch.float64), "clone": lambda: a.clone(),
     "half": lambda: a.half(), "item": lambda: a[1, 2].item(), "pointer": lambda: a.data_ptr(),
     "list": lambda: a.tolist(),
+    "indices": lambda: torch.arange(5), "indices of a type": lambda: torch.arange(2, 20, 3, dtype=torch.float32),
+    "indices in place": lambda: torch.arange(3, out=torch.empty(3, dtype=torch.int64)),
     "expand": lambda: torch.ones(1).expand(4), "split": lambda: a.split(2), "fill": lambda: torch.empty(3).fill_(2.0),
     "squeeze": lambda: a[None].squeeze(0), "frombuffer": lambda: torch.frombuffer(bytearray(8), dtype=torch.float32),
 }
