@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
@@ -18,7 +18,7 @@ from pytest_klineage.operators.distributions import (
     uniform,
 )
 from pytest_klineage.operators.gdn_chunked import GatedDeltaRule, chunked, joined, rounding_variance, sequential
-from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, output_rounding
 from pytest_klineage.records import KernelCase, Option, Signature
 from pytest_klineage.records.signature import dense
 
@@ -34,6 +34,10 @@ SEQUENTIAL_TOKENS = 1024
 """Up to here the oracle is the definition, token by token; above, it is the chunk form, in float64 both times."""
 
 ORACLE_CHUNK = 64
+
+SIMILAR_KEYS, UNLIKE = "similar_keys", 1.4
+"""A check that no prompt names, and how much of each key there is its own, in what it shares with the others of its
+head: the mean cosine of two keys is about a third."""
 
 PERTURBED_POSITIONS = 8
 
@@ -128,6 +132,24 @@ class Gdn(Operator):
         if self.option(case, "initial_state"):
             inputs["state0"] = normal((heads, width, width), generator).mul_(width**-0.5).float()
         return inputs
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return (SIMILAR_KEYS,) if case.dtype == "fp32" else ()
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """Keys that resemble one another and gates near one, so that updates depend on all tokens before.
+
+        On a CPU alone: errors of kernels on a GPU have not been measured with them.
+        """
+        if generator.device.type != "cpu":
+            return ""
+        inputs = self.make_inputs(case, generator, "gates_near_zero")
+        tokens, heads, width = inputs["k"].shape
+        keys = normal((1, heads, width), generator) + UNLIKE * normal((tokens, heads, width), generator)
+        inputs["k"] = (keys / keys.norm(dim=-1, keepdim=True)).to(inputs["k"].dtype)
+        return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch

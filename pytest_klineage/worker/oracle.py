@@ -44,7 +44,7 @@ from pytest_klineage.records.messages import (
 from pytest_klineage.worker.host.arena import OracleArena, SharedArena
 from pytest_klineage.worker.problems import Plain, ProblemSet
 from pytest_klineage.worker.rounds import RepetitionResult, WorkerHandle, WorkerProblem
-from pytest_klineage.worker.turns import Pair, Turns
+from pytest_klineage.worker.turns import TimedPair, Turns
 
 if TYPE_CHECKING:
     from pytest_klineage.worker.device.oracle import Blocks
@@ -203,14 +203,14 @@ class Oracle:
                 return Timed(samples=tuple(samples), reasons=tuple(found(reason) for reason in outcome.reasons))
         return Timed(samples=tuple(samples))
 
-    def next_pair(self, request: TimeRequest) -> Pair:
+    def next_pair(self, request: TimeRequest) -> TimedPair:
         """Inputs for both sides."""
         fresh = "fresh_inputs" in request.defences
         return self.turns.next_pair(
             self.turns.problem_set(), fresh=fresh, timed=request.flush, checks=request.checks and request.flush
         )
 
-    def timed_call(self, role: str, pair: Pair, request: TimeRequest) -> RepetitionResult:
+    def timed_call(self, role: str, pair: TimedPair, request: TimeRequest) -> RepetitionResult:
         """One side's call. The reference goes through the same motions as the candidate: what follows a call must not
         depend on whose call it was. Raises WorkerProblem where the reference is wrong."""
         began = time.monotonic()

@@ -13,7 +13,7 @@ import mmap
 import platform
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,18 +179,17 @@ def inside(library: LoadedLibrary, values: set[int]) -> tuple[int, ...]:
 def set_traps(operators: Operators, *, moving: bool = False) -> int:
     """Overwrite the beginnings of all functions that compute, or of those that only copy.
 
-    Returns how many; 0 on an unknown machine. Without files in memory the process's own pages are written to.
+    Returns how many; 0 on an unknown machine. Where no copies can lie, the process's own pages are written to.
     """
     trap = TRAPS.get(platform.machine())
     if trap is None:
         return 0
-    copies, written = prepared(operators, moving), 0
-    in_place = bool(copies) and all(map(put_in_place, copies))
-    for library, addresses in trapped(operators, moving=moving).items():
-        if not in_place:
-            with_write_access(library, functools.partial(overwrite, addresses, trap))
-        written += len(addresses)
-    return written
+    addresses = [one for some in trapped(operators, moving=moving).values() for one in some]
+    copies = prepared(operators, moving)
+    left = [(one.start, one.end) for one in copies if not put_in_place(one)] if copies else code_ranges(operators)
+    for low, high in left:
+        overwrite(low, high, [one for one in addresses if low <= one < high], trap)
+    return len(addresses)
 
 
 def trapped(operators: Operators, *, moving: bool) -> dict[LoadedLibrary, tuple[int, ...]]:
@@ -225,19 +224,12 @@ def code_ranges(operators: Operators) -> list[tuple[int, int]]:
     return [one for library in trapped(operators, moving=False) for one in library.code]
 
 
-def overwrite(addresses: tuple[int, ...], trap: bytes) -> None:
-    """Write the same few bytes to many places."""
+def overwrite(low: int, high: int, addresses: Iterable[int], trap: bytes) -> None:
+    """Write the same few bytes to many places in a range of code; nothing where the system refuses that."""
+    libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t(high - low)
+    read_and_run = mmap.PROT_READ | mmap.PROT_EXEC
+    if libc.mprotect(ctypes.c_void_p(low), size, read_and_run | mmap.PROT_WRITE):
+        return
     for address in addresses:
         ctypes.memmove(address, trap, len(trap))
-
-
-def with_write_access(library: LoadedLibrary, work: Callable[[], None]) -> None:
-    """Do something while a library's code can be written."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    read_and_run = mmap.PROT_READ | mmap.PROT_EXEC
-    for low, high in library.code:
-        if libc.mprotect(ctypes.c_void_p(low), ctypes.c_size_t(high - low), read_and_run | mmap.PROT_WRITE):
-            return
-    work()
-    for low, high in library.code:
-        libc.mprotect(ctypes.c_void_p(low), ctypes.c_size_t(high - low), read_and_run)
+    libc.mprotect(ctypes.c_void_p(low), size, read_and_run)

@@ -26,7 +26,7 @@ CHECKS_SHARE = 0.125
 """Of a timing, what checks may take: a kernel may be slow where inputs are sorted or denormal. Two come anyhow."""
 
 
-class Pair(NamedTuple):
+class TimedPair(NamedTuple):
     """What the two sides of a pair are given, one after the other."""
 
     view: View
@@ -71,7 +71,7 @@ class Turns:
                 handle.freeze(True)
                 handle.hold_still()
 
-    def next_pair(self, problems: ProblemSet, *, fresh: bool, timed: bool, checks: bool) -> Pair:
+    def next_pair(self, problems: ProblemSet, *, fresh: bool, timed: bool, checks: bool) -> TimedPair:
         """The next pair. A check takes the place of any but a twin or what a twin follows, after as long a pause.
 
         So no kernel can tell by when it is called that this call is not timed.
@@ -81,7 +81,7 @@ class Turns:
         check = self.schedule.check_if_due(problems.among) if replaceable else None
         if check is not None and any(view.problem is one for one in problems.stock):
             self.schedule.novel_drawn -= 1
-        return Pair(view, slot, check)
+        return TimedPair(view, slot, check)
 
     def next_view(self, problems: ProblemSet, *, fresh: bool, timed: bool = True) -> tuple[View, int]:
         """Inputs for the next pair and the slot they go to. Calls that warm up take nothing from the stock."""

@@ -16,6 +16,7 @@ from pytest_klineage.executors.base import ExecutorGate, verdict_of
 from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.gate.settings import DEFENCES, GateSettings
 from pytest_klineage.records import Code, Machine, Reason, Verdict, from_json, to_json
+from pytest_klineage.records.case import Definition
 from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
@@ -207,10 +208,13 @@ def test_faults_of_machines_are_retried_and_misuse_is_not(folder: BatchFolder, a
 
 
 def test_an_open_request_carries_what_was_asked_last(folder: BatchFolder, ask: Ask) -> None:
-    """One of before carries nothing; the run that asks again adds its files, and takes none away."""
-    texts = [CarriedFile(name="refs.py", digest=text, text=text) for text in ("a", "b")]
-    first, second = (ask(files=(text,)) for text in texts)
-    for request, kept in ((ask(), ()), (first, first.files), (second, second.files), (ask(), second.files)):
+    """One of before carries nothing; the run that asks again adds its operator's file, and takes none away."""
+    case = msgspec.structs.replace(ask().case, definition=Definition(source="ops.py:double", digest="0"))
+    none, first, second = (
+        msgspec.structs.replace(ask(), case=case, files=files)
+        for files in ((), *((CarriedFile(name="ops.py", digest=text, text=text),) for text in ("a", "b")))
+    )
+    for request, kept in ((none, ()), (first, first.files), (second, second.files), (none, second.files)):
         folder.submit(request)
         (found,) = folder.open_requests("cpu")
         assert found.files == kept

@@ -142,7 +142,42 @@ def test_the_static_runtime_crashes_where_it_would_compute(more: str) -> None:
     assert crashed(SCRIPT.replace("MORE", more))
 
 
-def test_without_files_in_memory_the_pages_themselves_are_changed() -> None:
+FORKED = """
+import os, signal
+import torch
+from pytest_klineage.records.messages import Job
+from pytest_klineage.worker.mappings import foreign_code, mappings_of
+from pytest_klineage.worker.sandbox import refusal
+graph = torch._C.parse_ir("graph(%a : Tensor, %b : Tensor):\\n  %c : Tensor = aten::mm(%a, %b)\\n  return (%c)")
+static = torch._C._jit_to_static_module(graph)
+a = torch.ones(8, 8, dtype=torch.bfloat16)
+refusal.prepare(unmasking=True, copies=True)
+before = mappings_of(os.getpid())
+ready, done = os.pipe(), os.pipe()
+worker = os.fork()
+if worker == 0:
+    refusal.refuse_compute(unmasking=True)
+    refusal.refuse_copies(unmasking=True)
+    kept = refusal.keep_traps(unmasking=True, may_filter=True)
+    os.write(ready[1], b"x")
+    os.read(done[0], 1)
+    print("kept" if kept else "open", torch.arange(3).tolist(), flush=True)
+    static(a, a)
+    os._exit(0)
+os.read(ready[0], 1)
+job = Job(surface="python", workdir="/tmp/private")
+print(foreign_code(mappings_of(worker), before, job).libraries, float(static(a, a)[0, 0]), flush=True)
+os.write(done[1], b"x")
+print(os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGILL)
+"""
+
+
+def test_prepared_traps_are_set_in_workers_alone() -> None:
+    out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False)
+    assert out.stdout.splitlines() == ["() 8.0", "kept [0, 1, 2]", "True"], out.stderr
+
+
+def test_without_files_in_memory_pages_are_changed() -> None:
     assert crashed("import os\ndel os.memfd_create\n" + SCRIPT.replace("MORE", ""))
 
 
