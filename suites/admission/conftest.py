@@ -30,6 +30,8 @@ QUICK = {"time_limit_s": 1.5, "precision": 0.05, "busy_limit": 1.0, "spread_limi
 """Of a gate that need only see whether a kernel is right, and which of two is faster."""
 TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
 """Of the gate of trials: half of a card's effect is more than this. What the user gives counts, here and above."""
+PATIENT = TRIAL | {"time_limit_s": 30.0}
+"""Of trials whose pairs were too few in that time: a kernel of 240 ms makes six pairs of blocks in it."""
 Replaying = Callable[[Path], Session]
 Say = Callable[[str], None]
 
@@ -83,6 +85,13 @@ def trial_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGat
 
 
 @pytest.fixture(scope="session")
+def patient_gate(klineage_session: KlineageSession) -> Iterator[Gate | ExecutorGate]:
+    """The gate of trials that were not decided for want of time."""
+    with gate_with(klineage_session, PATIENT) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="session")
 def machine(klineage_session: KlineageSession, trial_gate: Gate | ExecutorGate, lineages: list[StoredLineage]) -> str:
     """The machine in a line; of a judge elsewhere that on which the lineages were judged: prompts need not wait."""
     known = [judged_on(stored.lineage) for stored in lineages if stored.lineage.platform == trial_gate.platform]
@@ -91,15 +100,17 @@ def machine(klineage_session: KlineageSession, trial_gate: Gate | ExecutorGate, 
 
 
 @pytest.fixture(scope="session")
-def carefully(trial_gate: Gate | ExecutorGate) -> Compare:
-    """Compares two kernels for a trial; again when others used the machine meanwhile.
+def carefully(trial_gate: Gate | ExecutorGate, patient_gate: Gate | ExecutorGate) -> Compare:
+    """Compares two kernels for a trial; again when others used the machine meanwhile, or time was too short.
 
     Raises UsageError when they do not stop: such a verdict says nothing, and a trajectory would keep it.
     """
-    judge = GateJudge(trial_gate)
+    judge, patiently = GateJudge(trial_gate), GateJudge(patient_gate)
 
     def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
         verdict = judged_in_peace(judge, case, source, against)
+        if verdict.code is Code.INCONCLUSIVE_FEW:
+            verdict = judged_in_peace(patiently, case, source, against)
         if verdict.code is Code.INCONCLUSIVE_BUSY:
             raise UsageError(
                 f"{case.id}: {verdict.reasons[0].message}; wait until the machine is quiet, or raise "
