@@ -233,10 +233,12 @@ class _FolderJudge:
 
 
 def missing_memory(reply: JudgeReply) -> str:
-    """What a verdict says of missing memory; "" for every other, also where the system killed the process."""
+    """What a verdict says that the GPU's missing memory may explain; "" for every other, also where the system killed
+    the process. A kernel's own error is among them: it often stands behind an allocation that failed."""
     for reason in reply.verdict.reasons if reply.verdict is not None else ():
-        refused = reason.code is Code.OUT_OF_MEMORY and "out of memory" in reason.message
-        if refused or reason.code is Code.SKIPPED_MEMORY:
+        of_the_gpu = "out of memory" in reason.message or "GPU's memory" in reason.message
+        refused = reason.code is Code.OUT_OF_MEMORY and of_the_gpu
+        if refused or reason.code in (Code.SKIPPED_MEMORY, Code.RETURNED_ERROR):
             return reason.message
     return ""
 

@@ -295,6 +295,16 @@ def test_memory_that_other_judges_may_have_taken_is_no_verdict(folder: BatchFold
     assert verdict_of(folder, request).code is Code.OUT_OF_MEMORY
 
 
+def test_a_kernels_own_error_beside_other_judges_is_no_verdict(folder: BatchFolder, ask: Ask, cache: Path) -> None:
+    """Memory that could not be had is often behind it: its text is the kernel's own."""
+    request = ask("return 1;")
+    folder.submit(request)
+    assert judge_folder(folder, "cpu", cache_dir=cache, shared=True).faults == 1
+    assert (folder.counts().open, folder.counts().faults) == (1, 0)
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
+    assert verdict_of(folder, request).code is Code.RETURNED_ERROR
+
+
 def test_artifacts_that_were_built_ahead_are_used(folder: BatchFolder, ask: Ask, cache: Path, tmp_path: Path) -> None:
     request = ask("// built ahead")
     folder.submit(request)
