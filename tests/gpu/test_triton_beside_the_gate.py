@@ -21,10 +21,11 @@ from evaluators.process import ProcessEnded
 
 from pytest_klineage.operators import make_case
 from pytest_klineage.references import Variant
+from pytest_klineage.results.packed import line_files, read_packed
 from pytest_klineage.worker.reference_kernel import TRIAL_SEED, trial_of
 
 CASE = make_case("gemm", (16, 24, 32), "fp32", "torch")
-PUBLISHED_ROWS = sorted((on_gpu.ROOT / "results" / "gate_quality").glob("references-sm90*.jsonl"))
+PUBLISHED_ROWS = list(line_files(on_gpu.ROOT / "results" / "gate_quality", "references-sm90*"))
 
 
 def test_do_bench_gets_converted_inputs_and_its_defaults() -> None:
@@ -220,7 +221,7 @@ def test_an_old_row_without_other_inputs_has_dashes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", PUBLISHED_ROWS, ids=lambda path: path.stem)
 def test_published_rows_can_still_be_read(path: Path) -> None:
     rows = on_gpu.kept_rows(path, references.Timed, without=lambda row: False)
-    assert len(rows) == len(path.read_text().splitlines())
+    assert len(rows) == len(read_packed(path).splitlines())
     shown = columns(references.report_of(rows, "sm90"))
     assert {row["case"] for row in shown} == {row.case for row in rows}
     assert all(re.fullmatch(r"-|\d+\.\d{4}", row[LIKE_THE_GATE]) for row in shown)

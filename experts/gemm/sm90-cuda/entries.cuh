@@ -18,7 +18,7 @@ struct Fused : Arguments {
 // The kernel of an entry E, whose roles are its own. C: the configuration of the products; O: that of the tile of results.
 template <class C, class O, class E>
 __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) entry_kernel(const __grid_constant__ Fused<E> x) {
-    static_assert(C::kSplit == 1 && O::kStaging <= C::kStaging, "whole tiles, staged where the core has room for it");
+    static_assert(C::kSplit == O::kSplit && O::kStaging <= C::kStaging, "results are staged where the core has room for it");
     extern __shared__ uint8_t shared[];
     const uint32_t base = (smem_address(shared) + 1023) & ~1023u, full = base + C::kStages * C::kStageBytes + C::kStaging;
     const uint32_t empty = full + 8 * C::kStages;
@@ -34,12 +34,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasPerSm) entry_kernel(const
     if (producer) {
         if constexpr (C::kWarpgroups > 1) registers_decrease<40>();
         if (threadIdx.x == C::kWarpgroups * 128) E::template produce<C, O>(x, my, base, full, empty);
+        if constexpr (C::kSplit > 1) {
+            __syncwarp();
+            cluster_sync();  // the consumers' partial sums: see reduce_entry
+        }
     } else {
         if constexpr (C::kWarpgroups > 1) registers_increase<232>();
         E::template consume<C, O>(x, my, base, full, empty);
     }
     __syncwarp();
-    if constexpr (C::kCluster > 1) cluster_sync_relaxed();  // nobody leaves while a peer may still signal its barriers
+    if constexpr (C::kCluster > 1) cluster_sync_relaxed();  // nobody leaves while a peer may still signal its barriers or read its sums
 }
 
 // How many clusters of an entry's kernel the device holds at once: 0 when that cannot be told.

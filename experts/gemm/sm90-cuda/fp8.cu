@@ -1,7 +1,8 @@
 // c[M,N] = scale_a scale_b a[M,K] b[N,K]^T for sm_90a: a and b in fp8 (e4m3), c in bf16, the scales one fp32 number each.
 //
 // The core moves two fp8 numbers as one 16-bit element: a row of 128 bytes is 128 k instead of 64, a step of wgmma 32 k
-// instead of 16, and all addresses stay the same. Sums are those of the instruction, which keeps about 14 bits of each.
+// instead of 16, and all addresses stay the same. The
+// instruction keeps about 14 bits of its sums, so those of 128 k (four of its steps) are added up in fp32: see multiply_promoted.
 #include "fused.cuh"
 
 namespace gemm {
@@ -24,7 +25,7 @@ __device__ __forceinline__ uint32_t pack<gemm::Pair>(float low, float high) { re
 
 namespace {
 using gemm::in_rows, gemm::Pair, gemm::Scaled;
-using Wide = gemm::Config<Pair, 128, 256, 2, 1, 2, 1, 1, 0, 0>;
+using Wide = gemm::Config<Pair, 128, 256, 2, 1, 2, 1, 0, 0, 0>;
 using Square = gemm::Config<Pair, 128, 128, 2, 1, 1, 1, 0, 0, 0>;
 using Low = gemm::Config<Pair, 64, 128, 1, 1, 1, 1, 0, 0, 0>;
 

@@ -1,15 +1,37 @@
 // Linear layers for sm_90a in bf16 and fp16, x[M,K] and w row-major with a row for each column: y = x w^T + bias (`linear`),
 // and with h = x w^T + bias of 2 N columns y = silu(h[:, :N]) h[:, N:] (`gated_linear`). Sums, bias and gate are fp32.
 #include "fused.cuh"
+#include "plans.cuh"
 
 namespace {
 using gemm::Bias, gemm::Config, gemm::in_rows;
 
-// The tiles of products; of a gated one each gives half as many columns of y.
-template <class T, bool kGated>
-const char *run_best(const gemm::Problem &p, const void *bias) {
-    using E = Bias<kGated>;
-    constexpr int kParts = kGated ? 2 : 1;
+// The tiles of expert.cu for row-major operands, with the same times. The same multicast shares a row of K as a row of N there.
+template <class T>
+const char *run_linear(const gemm::Problem &p, const void *bias) {
+    using E = Bias<false>;
+    static constexpr gemm::Plan<E> plans[] = {
+        gemm::plan<E, Config<T, 128, 256, 2, 1, 2, 1, 1, 0, 0>>(0.644f, 0.52f, 1.0f),
+        gemm::plan<E, Config<T, 128, 224, 2, 1, 2, 1, 1, 0, 0>>(0.578f, 0.42f, 1.08f),
+        gemm::plan<E, Config<T, 128, 192, 2, 1, 2, 1, 1, 0, 0>>(0.489f, 0.42f, 1.08f),
+        gemm::plan<E, Config<T, 128, 160, 2, 1, 2, 1, 1, 0, 0>>(0.417f, 1.0f, 1.2f),
+        gemm::plan<E, Config<T, 256, 128, 2, 1, 2, 1, 1, 0, 0>>(0.644f, 0.94f, 1.1f),
+        gemm::plan<E, Config<T, 128, 192, 2, 2, 2, 1, 1, 0, 0>>(0.49f, 0.5f, 1.0f),
+        gemm::plan<E, Config<T, 128, 128, 2, 2, 2, 1, 0, 0, 0>>(0.36f, 1.2f, 1.05f),
+        gemm::plan<E, Config<T, 128, 128, 2, 1, 1, 1, 0, 0, 0>>(0.36f, 0.6f, 1.2f),
+        gemm::plan<E, Config<T, 64, 128, 1, 1, 1, 1, 0, 0, 0>>(0.205f, 0.75f, 1.6f),
+        gemm::plan<E, Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 0, 2>>(0.24f, 0.42f, 1.6f),
+        gemm::plan<E, Config<T, 64, 128, 1, 1, 1, 2, 0, 0, 0>>(0.312f, 1.85f, 1.1f),
+        gemm::plan<E, Config<T, 64, 256, 1, 1, 1, 4, 0, 0, 0>>(0.563f, 3.67f, 1.3f),
+    };
+    return gemm::start_best(plans, p, bias);
+}
+
+// The tiles of gated products; each gives half as many columns of y.
+template <class T>
+const char *run_gated(const gemm::Problem &p, const void *bias) {
+    using E = Bias<true>;
+    constexpr int kParts = 2;
     using Wide = Config<T, 128, 256, 2, 1, 2, 1, 1, 0, 0>;
     using Square = Config<T, 128, 128, 2, 1, 1, 1, 0, 0, 0>;
     using Low = Config<T, 64, 128, 1, 1, 1, 1, 0, 0, 0>;
@@ -36,19 +58,20 @@ const char *refusal(const klineage_call *call, int parts) {
 }
 
 template <bool kGated>
-int run_linear(const klineage_call *call) {
+int run_layer(const klineage_call *call) {
     const char *why = refusal(call, kGated ? 2 : 1);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
     const klineage_tensor &x = call->inputs[0], &w = call->inputs[1], &y = call->outputs[0];
     const gemm::Problem p = {x.data, w.data, y.data, int(y.shape[0]), int(y.shape[1]), int(x.shape[1]), x.stride[0],
                              w.stride[0], y.stride[0], static_cast<cudaStream_t>(call->stream)};
     const void *bias = call->inputs[2].data;
-    why = x.dtype == KLINEAGE_FLOAT16 ? run_best<__half, kGated>(p, bias) : run_best<__nv_bfloat16, kGated>(p, bias);
+    if constexpr (kGated) why = x.dtype == KLINEAGE_FLOAT16 ? run_gated<__half>(p, bias) : run_gated<__nv_bfloat16>(p, bias);
+    else why = x.dtype == KLINEAGE_FLOAT16 ? run_linear<__half>(p, bias) : run_linear<__nv_bfloat16>(p, bias);
     KLINEAGE_REQUIRE(call, why == nullptr, why);
     return 0;
 }
 
 }  // namespace
 
-extern "C" int linear(const klineage_call *call) { return run_linear<false>(call); }
-extern "C" int gated_linear(const klineage_call *call) { return run_linear<true>(call); }
+extern "C" int linear(const klineage_call *call) { return run_layer<false>(call); }
+extern "C" int gated_linear(const klineage_call *call) { return run_layer<true>(call); }
