@@ -24,6 +24,7 @@ from pytest_klineage.gate import Gate
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import Interval, Timing
 from pytest_klineage.report.reruns import between_runs, half_width, widened
+from pytest_klineage.results.packed import line_files, read_packed
 from pytest_klineage.results.runs import Record
 
 RUNS = 4
@@ -121,8 +122,8 @@ def recorded_texts() -> Iterator[tuple[str, bytes]]:
         if shown.returncode:
             pytest.skip(f"version control has no commit {commit} here: git fetch --unshallow brings it")
         yield commit, shown.stdout
-    for path in sorted((ROOT / AGAIN).glob("*.jsonl")):
-        yield path.name, path.read_bytes()
+    for path in line_files(ROOT / AGAIN):
+        yield path.name, read_packed(path)
 
 
 def recorded_runs() -> list[Run]:

@@ -1,8 +1,8 @@
 // c[M,N] = scale_a scale_b a[M,K] b[N,K]^T for sm_90a: a and b in fp8 (e4m3), c in bf16, the scales one fp32 number each.
 //
 // The core moves two fp8 numbers as one 16-bit element: a row of 128 bytes is 128 k instead of 64, a step of wgmma 32 k
-// instead of 16, and all addresses stay the same. The
-// instruction keeps about 14 bits of its sums, so those of 128 k (four of its steps) are added up in fp32: see multiply_promoted.
+// instead of 16, and all addresses stay the same. The instruction keeps about 14 bits of its sums, so those of 128 k (four of
+// its steps) are added up in fp32: see multiply_promoted.
 #include "fused.cuh"
 
 namespace gemm {

@@ -39,8 +39,8 @@ __device__ __forceinline__ void produce_gated(const Arguments &x, const Schedule
     }
 }
 
-// The core's multiply with the sums of each stage, 128 k of fp8, added to fp32 numbers outside of the instruction. A product of more than 128
-// columns has registers for the sums of half of them: the other warpgroup multiplies while this one adds. Otherwise two stages take turns.
+// The core's multiply with the sums of each stage, 128 k of fp8, added to fp32 numbers outside of the instruction. Of a tile of 256 columns
+// registers hold the instruction's sums of 128 at a time: the other warpgroup multiplies while this one adds. Else two stages take turns.
 template <class C, class F>
 __device__ __forceinline__ void multiply_promoted(float (&sum)[C::kBlocksM][C::kN / 2], int steps, Ring<C::kStages> &ring, uint64_t a, uint64_t b,
                                                   uint32_t full, uint32_t empty_mapped, bool signals, F first) {
@@ -114,7 +114,8 @@ __device__ __forceinline__ void reduce_entry(const Fused<E> &x, const float (&su
 #pragma unroll
         for (int i = 0; i < C::kN / 2; i += 2) {
             const int row = top + block * 64 + i % 4 * 4, column = i / 4 * 8 + lane % 4 * 2;
-            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(base + (row * C::kPitch + column) * 4), "f"(sum[block][i]), "f"(sum[block][i + 1]) : "memory");
+            asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(base + (row * C::kPitch + column) * 4), "f"(sum[block][i]), "f"(sum[block][i + 1])
+                         : "memory");
         }
     cluster_sync();
     constexpr int kRows = C::kM / C::kSplit, kChunks = C::kN / 8;

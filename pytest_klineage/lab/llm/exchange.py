@@ -3,6 +3,10 @@
 NNNN-prompt.md   written here: what is asked, and how to answer; it appears whole, under its name, or not yet
 NNNN-reply.md    written by the answering side: the reply and nothing else
 NNNN-usage.json  optional, beside the reply: the tokens that it took, as a `Usage`; without it they are estimated
+
+A reply may be there before it is asked for, as ahead/DIGEST.md in the folder or in one of the three above it: by the
+digest in the head of the same prompt of another run, such as one that went on as if its kernels were right. It is
+copied to where the prompt asks for it. Runs that are to be independent of each other must not share such a folder.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ SETTLE_S = 1.0
 REPLY_LIMIT_BYTES = 4 * 1024 * 1024
 DIGEST_LINE = "digest: "
 HEAD_LINES = 6
+AHEAD, LEVELS_UP = "ahead", 3
 Progress = Callable[[Path, float], None]
 """Called while waiting, with the file that is waited for, and for how many seconds already."""
 
@@ -90,8 +95,15 @@ class ExchangeBackend(EstimatedBackend):
                 raise UsageError(f"{answer} is there before its prompt: remove it, or use another folder")
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(prompt, self._text(answer, conversation, max_output_tokens).encode())
+            if (known := self._ahead(conversation.digest)) is not None:
+                write_atomically(answer, known.read_bytes())
         except OSError as error:
             raise StoreError(f"the exchange folder {self.folder} cannot be used: {error.strerror or error}") from error
+
+    def _ahead(self, digest: str) -> Path | None:
+        """The file that has the reply to a prompt already."""
+        where = [self.folder, *self.folder.absolute().parents[:LEVELS_UP]]
+        return next((path for folder in where if (path := folder / AHEAD / f"{digest}.md").is_file()), None)
 
     def _text(self, answer: Path, conversation: Conversation, max_output_tokens: int) -> str:
         head = (

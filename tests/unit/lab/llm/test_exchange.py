@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pytest_klineage.errors import BadRecord, StoreError, UsageError
+from pytest_klineage.errors import BadRecord, StoreError, UsageError, WaitsForReply
 from pytest_klineage.lab.llm.conversation import Conversation, Prefix, Role, Turn
 from pytest_klineage.lab.llm.exchange import ExchangeBackend
 from pytest_klineage.lab.llm.faults import BackendFailed, Failure
@@ -222,6 +222,20 @@ def test_a_reply_without_its_prompt_is_refused(folder: Path, make: MAKE) -> None
     (folder / "0001-reply.md").write_text("of another run")
     with pytest.raises(UsageError, match="before its prompt"):
         ask(make())
+
+
+@pytest.mark.parametrize("levels", [0, 3])
+def test_a_reply_that_was_given_ahead_is_taken(folder: Path, make: MAKE, levels: int) -> None:
+    """For the very same prompt, wherever it was asked; another prompt is waited on."""
+    backend = make(waits=False)
+    backend.folder = folder.joinpath(*("deep",) * levels)
+    ahead = folder / "ahead" / f"{QUESTION.digest}.md"
+    ahead.parent.mkdir(parents=True)
+    ahead.write_text("known")
+    assert backend.reply(QUESTION, max_output_tokens=100, call=1).text == "known"
+    other = Conversation(prefix=QUESTION.prefix, turns=(Turn(Role.USER, "third"),))
+    with pytest.raises(WaitsForReply):
+        backend.reply(other, max_output_tokens=100, call=2)
 
 
 def test_an_invalid_folder_is_reported(folder: Path, make: MAKE) -> None:
