@@ -181,7 +181,7 @@ def swept_means() -> str:
     rows = [
         sweep_row(name, sweep, [one for one in swept if one.case.operator == name]) for name, sweep in asked.items()
     ]
-    headers = ("sweep", "accepted", "geomean", "asked", "slowest case", "asked")
+    headers = ("sweep", "right", "geomean", "asked", "slowest case", "asked")
     return f"{tabulate(rows, headers, tablefmt='pipe', disable_numparse=True)}\n"
 
 

@@ -55,7 +55,8 @@ def judge_folder(
     """Judge every open request of a platform on this process's device.
 
     seconds: time limit; no judgement is begun that is not expected to end before, and one that does not is left open.
-    shared: whether other judges use the device too; where it has no memory left, a request stays open.
+    shared: whether other judges use the device too; where it has no memory left, or a kernel returns an error, which
+    may be for want of memory, a request stays open.
     goes_on: asked before each request; False ends the judge. Raises KlineageError when the machine cannot judge at
     all; KeyboardInterrupt leaves the request that was under way open.
     """
@@ -211,12 +212,12 @@ class _FolderJudge:
         return True
 
     def _leave(self, request: JudgeRequest, why: str) -> None:
-        """Leave a request open for which other judges of this GPU may have left no memory."""
+        """Leave a request open that other judges of this GPU may have made fail."""
         self.faults += 1
         self._failed.add(request.digest)
         self.executor.close()
         name = f"{self.name}: {request.case.id} {request.source.label or 'kernel'}"
-        self._tell(f"{name}: left open, no memory beside other judges (--share 1 judges it): {why.splitlines()[0]}")
+        self._tell(f"{name}: left open, it failed beside other judges (--share 1 judges it): {why.splitlines()[0]}")
 
     def _count(self, request: JudgeRequest, reply: JudgeReply, spent_s: float) -> None:
         waits = ""

@@ -31,7 +31,7 @@ QUICK = {"time_limit_s": 1.5, "precision": 0.05, "busy_limit": 1.0, "spread_limi
 TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
 """Of the gate of trials: half of a card's effect is more than this. What the user gives counts, here and above."""
 PATIENT = TRIAL | {"time_limit_s": 30.0}
-"""Of trials whose pairs were too few in that time: a kernel of 240 ms makes six pairs of blocks in it."""
+"""Of trials whose pairs were too few in that time, as of kernels that take a tenth of a second and more."""
 Replaying = Callable[[Path], Session]
 Say = Callable[[str], None]
 
@@ -108,9 +108,11 @@ def carefully(trial_gate: Gate | ExecutorGate, patient_gate: Gate | ExecutorGate
     judge, patiently = GateJudge(trial_gate), GateJudge(patient_gate)
 
     def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
-        verdict = judged_in_peace(judge, case, source, against)
-        if verdict.code is Code.INCONCLUSIVE_FEW:
+        first = judge(case, source, against)
+        if first.code is Code.INCONCLUSIVE_FEW and patient_gate.settings != trial_gate.settings:
             verdict = judged_in_peace(patiently, case, source, against)
+        else:
+            verdict = judged_in_peace(judge, case, source, against, first)
         if verdict.code is Code.INCONCLUSIVE_BUSY:
             raise UsageError(
                 f"{case.id}: {verdict.reasons[0].message}; wait until the machine is quiet, or raise "

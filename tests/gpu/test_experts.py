@@ -94,11 +94,14 @@ EXPERT_ONLY = (
     Neighbours("topk", "fp32", ((8, 4096, 512), (2, 262144, 2048), (3, 65537, 1), (5, 8191, 8191 // 4))),
     Neighbours("topk", "fp16", ((8, 4096, 512), (2, 131072, 64), (3, 33, 33))),
     Neighbours("topk", "bf16", ((8, 4096, 512), (2, 262144, 2048), (7, 16387, 100))),
+    Neighbours("topk", "fp32", ((8, 4096, 512), (400, 20011, 500), (140, 20011, 1024), (70, 40001, 2048))),
+    Neighbours("topk", "fp16", ((8, 4096, 512), (34, 131079, 64))),
+    Neighbours("topk", "bf16", ((8, 4096, 512), (140, 65543, 2047))),
     Neighbours("gdn", "bf16", ((2, 6, 128, 64, 512), (2, 6, 128, 64, 17000), (4, 4, 64, 64, 200))),
     Neighbours("gdn", "bf16", ((2, 6, 128, 64, 9000), (4, 8, 64, 64, 777)), (("initial_state", True),)),
 )
 """What a naive kernel does not take: rows beyond 16,384 columns, k beyond 1,024, 16-bit types; heads of 64; other
-layers than 64 -> 128 channels; and what it takes slowly: sequences of several segments."""
+layers than 64 -> 128 channels; what it takes slowly: sequences of several segments; every plan that streams rows."""
 REFUSED = (
     Neighbours("gemm", "bf16", ((256, 257, 256),)),
     Neighbours("conv2d", "fp16", ((1, 3, 8, 8, 128, 3, 1, 1),)),

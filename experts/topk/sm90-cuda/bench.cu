@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <functional>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <string>

@@ -125,7 +125,7 @@ __device__ __forceinline__ int stream_row(Shared &s, StreamShared &t, Scratch *s
             if (pending != 0) break;
             pending = kAll;
             --steps, left -= kStep, column += kStep * kPerVector, from += kStep;
-            if (*const_cast<volatile int *>(&t.count) > limit) break;  // another warp waits for a selection
+            if (__any_sync(kFull, *const_cast<volatile int *>(&t.count) > limit)) break;  // another warp waits for a selection
         }
         if (__syncthreads_and(steps == 0)) return t.count;
 

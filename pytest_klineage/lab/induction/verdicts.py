@@ -144,9 +144,14 @@ class ReplayJudging:
         return recorded
 
 
-def judged_in_peace(judge: Judge, case: KernelCase, source: KernelSource, against: KernelSource | None) -> Verdict:
-    """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one."""
-    verdicts = [judge(case, source, against)]
+def judged_in_peace(
+    judge: Judge, case: KernelCase, source: KernelSource, against: KernelSource | None, first: Verdict | None = None
+) -> Verdict:  # fmt: skip
+    """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one.
+
+    first: the first of the three, where it is there already.
+    """
+    verdicts = [first or judge(case, source, against)]
     while len(verdicts) < BLURRED_TRIES and _blurred(verdicts[-1]):
         verdicts.append(_once_more(judge, len(verdicts))(case, source, against))
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.

@@ -90,20 +90,23 @@ class ExchangeBackend(EstimatedBackend):
         try:
             if prompt.exists():
                 _check_same(prompt, conversation, is_new=self._is_new)
-                return
-            if answer.exists():
+            elif answer.exists():
                 raise UsageError(f"{answer} is there before its prompt: remove it, or use another folder")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(prompt, self._text(answer, conversation, max_output_tokens).encode())
-            if (known := self._ahead(conversation.digest)) is not None:
+            else:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(prompt, self._text(answer, conversation, max_output_tokens).encode())
+            if not answer.exists() and (known := self._ahead(conversation.digest)) is not None:
                 write_atomically(answer, known.read_bytes())
         except OSError as error:
             raise StoreError(f"the exchange folder {self.folder} cannot be used: {error.strerror or error}") from error
 
     def _ahead(self, digest: str) -> Path | None:
-        """The file that has the reply to a prompt already."""
+        """The file that has the reply to a prompt already, once it has settled."""
         where = [self.folder, *self.folder.absolute().parents[:LEVELS_UP]]
-        return next((path for folder in where if (path := folder / AHEAD / f"{digest}.md").is_file()), None)
+        path = next((path for folder in where if (path := folder / AHEAD / f"{digest}.md").is_file()), None)
+        if path is None or not path.stat().st_size or time.time() - path.stat().st_mtime < self.settle_s:
+            return None
+        return path
 
     def _text(self, answer: Path, conversation: Conversation, max_output_tokens: int) -> str:
         head = (

@@ -20,12 +20,12 @@ from pytest_klineage.cli.judge import devices_of, read_seconds, status_line
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import verdict_of
 from pytest_klineage.executors.batch import BatchFolder
-from pytest_klineage.executors.judging import judge_folder, verdict_text, waits_text
+from pytest_klineage.executors.judging import judge_folder, missing_memory, verdict_text, waits_text
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.operators import make_case
-from pytest_klineage.records import Code, KernelSource, SourceFile, Status, Surface, Verdict
+from pytest_klineage.records import Code, KernelSource, Reason, SourceFile, Status, Surface, Verdict
 from pytest_klineage.records.judging import MOST_FAULTS, FaultCode, JudgeReply, JudgeRequest, MachineFault
 
 Ask = Callable[..., JudgeRequest]
@@ -293,6 +293,24 @@ def test_memory_that_other_judges_may_have_taken_is_no_verdict(folder: BatchFold
     assert (folder.counts().open, folder.counts().faults) == (1, 0)
     assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
     assert verdict_of(folder, request).code is Code.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "left"),
+    [
+        (Code.OUT_OF_MEMORY, "the kernel held 72.8 GiB of the GPU's memory; nothing was left to check it with", True),
+        (Code.OUT_OF_MEMORY, "CUDA error: out of memory", True),
+        (Code.OUT_OF_MEMORY, "the process was killed by the system: it needed more memory than there is", False),
+        (Code.MISMATCH, "c is off", False),
+    ],
+)
+def test_what_memory_of_a_gpu_may_explain(ask: Ask, code: Code, message: str, left: bool) -> None:
+    request = ask()
+    verdict = Verdict(
+        case=request.case, status=code.status, reasons=(Reason(code=code, message=message),),
+        surface=Surface.CPP, source_digest=request.source.digest,
+    )  # fmt: skip
+    assert (missing_memory(JudgeReply(request=request.digest, verdict=verdict)) == message) is left
 
 
 def test_a_kernels_own_error_beside_other_judges_is_no_verdict(folder: BatchFolder, ask: Ask, cache: Path) -> None:

@@ -226,16 +226,31 @@ def test_a_reply_without_its_prompt_is_refused(folder: Path, make: MAKE) -> None
 
 @pytest.mark.parametrize("levels", [0, 3])
 def test_a_reply_that_was_given_ahead_is_taken(folder: Path, make: MAKE, levels: int) -> None:
-    """For the very same prompt, wherever it was asked; another prompt is waited on."""
+    """For the very same prompt, also where it went out before; another prompt is waited on, and an empty file."""
     backend = make(waits=False)
     backend.folder = folder.joinpath(*("deep",) * levels)
     ahead = folder / "ahead" / f"{QUESTION.digest}.md"
     ahead.parent.mkdir(parents=True)
+    ahead.touch()
+    with pytest.raises(WaitsForReply):
+        backend.reply(QUESTION, max_output_tokens=100, call=1)
     ahead.write_text("known")
+    os.utime(ahead, (0, 0))
     assert backend.reply(QUESTION, max_output_tokens=100, call=1).text == "known"
     other = Conversation(prefix=QUESTION.prefix, turns=(Turn(Role.USER, "third"),))
     with pytest.raises(WaitsForReply):
         backend.reply(other, max_output_tokens=100, call=2)
+
+
+def test_a_reply_given_ahead_too_far_up_is_not_taken(folder: Path, make: MAKE) -> None:
+    backend = make(waits=False)
+    backend.folder = folder.joinpath("1", "2", "3", "4")
+    ahead = folder / "ahead" / f"{QUESTION.digest}.md"
+    ahead.parent.mkdir(parents=True)
+    ahead.write_text("known")
+    os.utime(ahead, (0, 0))
+    with pytest.raises(WaitsForReply):
+        backend.reply(QUESTION, max_output_tokens=100, call=1)
 
 
 def test_an_invalid_folder_is_reported(folder: Path, make: MAKE) -> None:
