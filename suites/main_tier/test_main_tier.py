@@ -143,12 +143,13 @@ def kernels_to_build(session: KlineageSession) -> list[Kernel]:
 
 
 def stages_of(expert: Expert) -> list[Kernel]:
-    """The states of a folder's hand-made lineage that are no variants of it."""
+    """The states of a folder's hand-made lineage that are no variants of it; one of that name is an earlier version."""
     folder = expert.directory / HAND_MADE
     if not folder.is_dir():
         return []
-    lineage, variants = load_lineage(folder), {expert.source(name).digest for name in expert.variants}
-    between = [source.label for source in lineage.sources if source.digest not in variants]
+    lineage, digests = load_lineage(folder), {expert.source(name).digest for name in expert.variants}
+    others = [source for source in lineage.sources if source.digest not in digests]
+    between = [source.label for source in others if source.label not in expert.variants]
     return [Kernel(expert.operator, name, expert, lineage) for name in between]
 
 
