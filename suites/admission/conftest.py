@@ -105,14 +105,11 @@ def carefully(trial_gate: Gate | ExecutorGate, patient_gate: Gate | ExecutorGate
 
     Raises UsageError when they do not stop: such a verdict says nothing, and a trajectory would keep it.
     """
-    judge, patiently = GateJudge(trial_gate), GateJudge(patient_gate)
+    judge = GateJudge(trial_gate)
+    patiently = GateJudge(patient_gate) if patient_gate.settings != trial_gate.settings else None
 
     def compare(case: KernelCase, source: KernelSource, against: KernelSource) -> Verdict:
-        first = judge(case, source, against)
-        if first.code is Code.INCONCLUSIVE_FEW and patient_gate.settings != trial_gate.settings:
-            verdict = judged_in_peace(patiently, case, source, against)
-        else:
-            verdict = judged_in_peace(judge, case, source, against, first)
+        verdict = judged_in_peace(judge, case, source, against, patiently)
         if verdict.code is Code.INCONCLUSIVE_BUSY:
             raise UsageError(
                 f"{case.id}: {verdict.reasons[0].message}; wait until the machine is quiet, or raise "

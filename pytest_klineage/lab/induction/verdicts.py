@@ -18,6 +18,7 @@ from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.records import (
     Asked,
+    Code,
     Event,
     Judged,
     KernelCase,
@@ -145,13 +146,16 @@ class ReplayJudging:
 
 
 def judged_in_peace(
-    judge: Judge, case: KernelCase, source: KernelSource, against: KernelSource | None, first: Verdict | None = None
+    judge: Judge, case: KernelCase, source: KernelSource, against: KernelSource | None, patient: Judge | None = None
 ) -> Verdict:  # fmt: skip
     """A verdict; where others used the machine, or the interval is wide, one of three: a quiet, then a sharp one.
 
-    first: the first of the three, where it is there already.
+    patient: judges instead where the time of `judge` was too short for its pairs.
     """
-    verdicts = [first or judge(case, source, against)]
+    first = judge(case, source, against)
+    if patient is not None and first.code is Code.INCONCLUSIVE_FEW:
+        return judged_in_peace(patient, case, source, against)
+    verdicts = [first]
     while len(verdicts) < BLURRED_TRIES and _blurred(verdicts[-1]):
         verdicts.append(_once_more(judge, len(verdicts))(case, source, against))
     # A kernel that is wrong once is wrong: later verdicts were only asked for because earlier ones were right.

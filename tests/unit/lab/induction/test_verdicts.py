@@ -109,6 +109,22 @@ def test_blurred_verdicts_are_asked_for_again(
 
 
 @pytest.mark.parametrize(
+    ("code", "patient", "chosen"),
+    [
+        (Code.INCONCLUSIVE_FEW, True, Code.ACCEPTED_SAME),
+        (Code.INCONCLUSIVE_FEW, False, Code.INCONCLUSIVE_FEW),
+        (Code.MISMATCH, True, Code.MISMATCH),
+    ],
+)
+def test_few_pairs_are_judged_again_with_patience(
+    small_case: KernelCase, code: Code, chosen: Code, *, patient: bool
+) -> None:
+    hasty: Judge = lambda case, source, against: verdict(small_case, code, half_width=0.01)  # noqa: E731
+    slow: Judge = lambda case, source, against: verdict(small_case, half_width=0.01)  # noqa: E731
+    assert judged_in_peace(hasty, small_case, SOURCE, None, slow if patient else None).code is chosen
+
+
+@pytest.mark.parametrize(
     ("estimate", "half_width", "accepted"),
     [(1.0, 0.01, True), (0.985, 0.01, True), (0.97, 0.01, False), (0.9, 0.2, False), (1.0, 0.2, True)],
 )
