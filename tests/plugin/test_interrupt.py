@@ -75,7 +75,9 @@ def interruptible(command: list[str], folder: Path, token: str) -> Iterator[subp
             process.kill()
 
 
-@pytest.mark.parametrize("workers", [(), ("-n1",)], ids=["one-process", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="one-process"), pytest.param(("-n1",), id="xdist", marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("after_s", [0.05, 1.5], ids=["while-building", "while-running"])
 def test_ctrl_c_leaves_records_and_no_processes(
     kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...], workers: tuple[str, ...], after_s: float

@@ -83,7 +83,7 @@ def nvcc_is_missing() -> str:
 
 
 @pytest.mark.skipif(bool(nvcc_is_missing()), reason=nvcc_is_missing() or "nvcc is there")
-@pytest.mark.parametrize("platform", ["sm90", "sm120"])
+@pytest.mark.parametrize("platform", ["sm90", pytest.param("sm120", marks=pytest.mark.nightly)])
 def test_some_kernels_are_built_without_a_device(pytestconfig: pytest.Config, tmp_path: Path, platform: str) -> None:
     done = main_tier(
         pytestconfig, f"--platform={platform}", "--klineage-stage=compile", "--klineage-method=naive",

@@ -467,6 +467,7 @@ def test_references_in_a_users_words(
     result.stdout.fnmatch_lines(["*skipped.missing_dependency*no_such_package*"])
 
 
+@pytest.mark.nightly
 def test_the_definition_compiled(own: Path, pytester: pytest.Pytester, quick: tuple[str, ...]) -> None:
     pytester.makepyfile(
         test_compiled=DEFINITIONS + '\n@kernel_case((12, 20), "fp32", op=softmax, ref="torch.compile", **EASY)\n'
