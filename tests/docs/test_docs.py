@@ -41,7 +41,7 @@ PYTHON = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage
 """What this interpreter runs, in the place of a program on PATH."""
 TOOLS = ("git", "sed")
 QUICK = (
-    "--klineage-time-limit=4 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
+    "--klineage-time-limit=1.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
     "--klineage-spread-limit=1e6"
 )
 """Examples are about what happens, not about precise figures."""

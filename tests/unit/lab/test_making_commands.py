@@ -16,7 +16,7 @@ from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.library.cards import find_cards, read_card, write_card
 from pytest_klineage.lab.library.lineages import FOLDER, find_all, load_lineage, read_record, save_lineage
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.making import verified_lineages
+from pytest_klineage.lab.making import card_of, verified_lineages
 from pytest_klineage.records import Answered, CardStatus, Termination
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def candidate(skills: Path) -> Path:
 
 
 def test_a_recorded_conversation_makes_its_card_again(at: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = sorted((ROOT / "skills" / "lifts").glob("cpu-cpp-pack-*.jsonl"))[0]
+    kept = sorted((ROOT / "skills" / "lifts").glob("sm90-cuda-phase-decomposition-*.jsonl"))[0]
     (at / "trajectories" / "lift").mkdir(parents=True)
     shutil.copyfile(kept, at / "trajectories" / "lift" / kept.name)
     given = [
@@ -67,6 +67,16 @@ def test_a_recorded_conversation_makes_its_card_again(at: Path, capsys: pytest.C
     assert card.evidence in {known.evidence for known in find_cards(ROOT / "skills")}
     assert (at / "skills" / "lifts" / kept.name).is_file()
     assert card.name in capsys.readouterr().out
+
+
+def test_a_retired_card_leaves_its_steps_to_be_lifted_again(at: Path) -> None:
+    card = read_card(candidate(at / "skills"))
+    groups, _ = grouped(timed_sites(verified_lineages(ROOT / "experts")))
+    cited = {item.transition for item in card.evidence}
+    group = next(group for group in groups if cited & {site.transition.digest for site in group.sites})
+    assert card_of(group, at / "skills") == card
+    write_card(at / "skills", msgspec.structs.replace(card, status=CardStatus.RETIRED))
+    assert card_of(group, at / "skills") is None
 
 
 def test_what_was_said_of_kernels_of_others_is_not_kept(at: Path, says: Callable[[str], tuple[str, ...]]) -> None:
@@ -93,6 +103,7 @@ def test_a_prompt_waits_for_its_reply(at: Path, capsys: pytest.CaptureFixture[st
     assert not (at / "skills").exists()
 
 
+@pytest.mark.nightly
 def test_a_trial_is_judged_stored_and_logged(at: Path, says: Callable[[str], tuple[str, ...]]) -> None:
     folder, trial = candidate(at / "skills"), sorted((ROOT / "skills" / CARD / "trials").iterdir())[-1]
     targets = at / "targets.toml"

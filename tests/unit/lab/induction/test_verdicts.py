@@ -117,8 +117,9 @@ def test_blurred_verdicts_are_asked_for_again(
     ],
 )
 def test_few_pairs_are_judged_again_with_patience(
-    small_case: KernelCase, code: Code, chosen: Code, *, patient: bool
+    small_case: KernelCase, monkeypatch: pytest.MonkeyPatch, code: Code, chosen: Code, *, patient: bool
 ) -> None:
+    monkeypatch.setattr(verdicts, "PAUSE_S", 0.0)
     hasty: Judge = lambda case, source, against: verdict(small_case, code, half_width=0.01)  # noqa: E731
     slow: Judge = lambda case, source, against: verdict(small_case, half_width=0.01)  # noqa: E731
     assert judged_in_peace(hasty, small_case, SOURCE, None, slow if patient else None).code is chosen
