@@ -36,7 +36,7 @@ from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers.instructions import instructions_for
 from pytest_klineage.lab.plugin import Models
 from pytest_klineage.operators import paper_case
-from pytest_klineage.records import KernelCase, KernelSource, SkillCard, Verdict
+from pytest_klineage.records import CardStatus, KernelCase, KernelSource, SkillCard, Verdict
 
 LIFTS = "lifts"
 """Folder beside the cards that keeps the conversations of lifting."""
@@ -104,7 +104,7 @@ def lift_group(group: Group, skills: Path, models: Models) -> Lift:
 
 
 def card_of(group: Group, skills: Path) -> SkillCard | None:
-    """The card that was lifted from a group's transitions, or from its very span, if there is one."""
+    """The card that was lifted from a group's transitions, or from its very span, if there is one that still holds."""
     spans = {site.span for site in group.sites if len(site.span) > 1}
     cited = {site.transition.digest for site in group.sites}
 
@@ -113,7 +113,7 @@ def card_of(group: Group, skills: Path) -> SkillCard | None:
             return card.effect.span in spans
         return bool(cited & {item.transition for item in card.evidence})
 
-    return next((card for card in _cards(skills) if is_of(card)), None)
+    return next((card for card in _cards(skills) if card.status is not CardStatus.RETIRED and is_of(card)), None)
 
 
 def read_shapes(path: Path, platform: str) -> Shapes:

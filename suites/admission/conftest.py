@@ -17,6 +17,7 @@ from pytest_klineage.lab.induction.admit_targets import Shapes
 from pytest_klineage.lab.induction.lift_groups import grouped, timed_sites
 from pytest_klineage.lab.induction.verdicts import GateJudge, judged_in_peace
 from pytest_klineage.lab.library.lineages import StoredLineage, find_all, judged_on
+from pytest_klineage.lab.library.lint import known_lineages
 from pytest_klineage.lab.library.outlines import read_outline
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
@@ -55,6 +56,12 @@ def skills(pytestconfig: pytest.Config) -> Path:
 def lineages(pytestconfig: pytest.Config) -> list[StoredLineage]:
     """Every lineage, verified."""
     return verified_lineages(pytestconfig.getoption("--admission-experts"))
+
+
+@pytest.fixture(scope="session")
+def timed(lineages: list[StoredLineage]) -> dict[str, Lineage]:
+    """Every lineage with the effects that count, by name."""
+    return known_lineages(stored.directory for stored in lineages)
 
 
 @pytest.fixture(scope="session")

@@ -16,12 +16,14 @@ from fixtures import begun_of, noted
 from pytest_klineage.errors import KlineageError
 from pytest_klineage.lab.induction.lift import LIFTED, NOT_LIFTED, lift
 from pytest_klineage.lab.induction.lift_groups import Group, group_of, grouped, sites_of, timed_sites
+from pytest_klineage.lab.induction.lift_prompt import no_longer_holds
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.lineages import StoredLineage
+from pytest_klineage.lab.library.lint import with_effect_of_step
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.making import LIFTS, card_of, lift_group, verified_lineages
 from pytest_klineage.lab.plugin import Models
-from pytest_klineage.records import CardStatus, SkillCard
+from pytest_klineage.records import CardStatus, Lineage, SkillCard
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -45,7 +47,7 @@ def test_lift(
     """A model makes a candidate card of the group, and every check of what it wrote passes."""
     needs("model")
     if (known := card_of(group, skills)) is not None:
-        pytest.skip(f"lifted already: {known.name}; remove its folder to lift it again")
+        pytest.skip(f"lifted already: {known.name}; retire it, or remove its folder, to lift it again")
     done = lift_group(group, skills, klineage_models)
     say(done.summary)
     if done.card is None:
@@ -53,18 +55,23 @@ def test_lift(
 
 
 def test_replayed_lift(
-    kept: Path, skills: Path, lineages: list[StoredLineage], needs: Callable[[str], None],
+    kept: Path, skills: Path, lineages: list[StoredLineage], timed: dict[str, Lineage], needs: Callable[[str], None],
     replaying: Callable[[Path], Session],
 ) -> None:  # fmt: skip
-    """What was said still makes the very card that is kept, or still makes none."""
+    """What was said still makes the very card that is kept, of steps that still hold; or it still makes none.
+
+    The card shows what its step was last timed at, the conversation what was known then.
+    """
     needs("replay")
     settings = begun_of(kept).settings
     name, cited = settings["group"], settings.get("steps", "")
+    sites = timed_sites(lineages)
     if cited:
-        group = group_of(name, cited, timed_sites(lineages))
+        group = group_of(name, cited, sites)
     else:  # such a conversation spoke of the walk's own figures
         group = next((group for group in grouped(sites_of(lineages))[0] if group.name == name), None)
-    if group is None:
+    now = group_of(name, group.cited, sites) if group is not None else None
+    if group is None or now is None:
         pytest.fail(f"no lineage has the transitions of {name} any more: lift the new ones", pytrace=False)
     end = noted(kept, LIFTED, NOT_LIFTED)
     if end is None:
@@ -77,7 +84,12 @@ def test_replayed_lift(
         pytest.fail(str(error), pytrace=False)
     assert (done.card is not None) == (end.topic == LIFTED)
     if done.card is not None:
-        assert as_lifted(done.card) in [as_lifted(card) for card in find_cards(skills)]
+        made = as_lifted(with_effect_of_step(done.card, timed))
+        stored = [card for card in find_cards(skills) if as_lifted(card) == made]
+        assert stored, f"{done.card.name} is another card than is kept"
+        if why := no_longer_holds(group, now):
+            held = [card.name for card in stored if card.status is not CardStatus.RETIRED]
+            assert not held, f"{why}: retire {', '.join(held)}, and lift what pays again"
 
 
 def is_followed(kept: Path, group: str) -> bool:

@@ -19,6 +19,7 @@ from pytest_klineage.lab.studies.chains import ROOT as NAIVE
 from pytest_klineage.lab.studies.effect import Study
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelCase, KernelSource, Option, SkillCard, Surface
+from pytest_klineage.results.packed import read_lines
 from pytest_klineage.surfaces import read_source
 
 HERE = Path(__file__).resolve().parent
@@ -26,6 +27,8 @@ ROOT = HERE.parents[1]
 FILE = HERE / "experiment.toml"
 THRESHOLDS = HERE / "thresholds.toml"
 """What the pilot sets; not in prompts, and so not in the design's digest."""
+KEPT = HERE / "frozen_cards.jsonl"
+"""Frozen cards whose text in skills/ is another by now; it is packed."""
 MARK = "# Frozen: written by --publish.\n"
 """What stands behind it follows from what stands before it, and from the repository."""
 NONE, CARDS, LABELS, PLACEBO = "none", "cards", "labels", "placebo"
@@ -143,11 +146,7 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         if arm == NONE:
             return ()
         if self.frozen is not None:
-            known = {card.name: card for card in library()}
-            wanted = [digest.partition("@")[0] for digest in self.frozen.cards[name][arm]]
-            if gone := [card for card in wanted if card not in known]:
-                raise UsageError(f"{FILE.name} has frozen cards that are no longer in skills/: {', '.join(gone)}")
-            return tuple(map(known.__getitem__, wanted))
+            return tuple(map(frozen_card, self.frozen.cards[name][arm]))
         chosen = self._retrieved(name)
         return placebo_for(library(), self.platform, chosen) if arm == PLACEBO else chosen
 
@@ -180,6 +179,27 @@ class Design(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 def library() -> tuple[SkillCard, ...]:
     """The repository's cards."""
     return tuple(find_cards(ROOT / "skills"))
+
+
+@cache
+def kept_cards() -> dict[str, SkillCard]:
+    """Cards as they were when the experiment was frozen, of those that the library has changed since; by digest."""
+    return {card_digest(card): card for card in read_lines(KEPT, SkillCard)}
+
+
+def frozen_card(digest: str) -> SkillCard:
+    """The card of a digest: the library's, or the one that was kept where that differs.
+
+    One that is in neither is the library's of that name: its digest shows the change. Raises UsageError without one.
+    """
+    name = digest.partition("@")[0]
+    own = next((card for card in library() if card.name == name), None)
+    if own is not None and card_digest(own) == digest:
+        return own
+    found = kept_cards().get(digest, own)
+    if found is None:
+        raise UsageError(f"{FILE.name} has a frozen card that is neither in skills/ nor in {KEPT.name}: {name}")
+    return found
 
 
 @cache

@@ -8,7 +8,7 @@ import msgspec
 
 from pytest_klineage.lab.induction.derive import unnamed
 from pytest_klineage.lab.induction.lift_checks import CardFault
-from pytest_klineage.lab.induction.lift_groups import Group, Site
+from pytest_klineage.lab.induction.lift_groups import Group, Site, not_worth_it
 from pytest_klineage.lab.induction.prompts import filled, one_line
 from pytest_klineage.lab.library.lineages import edit_between
 from pytest_klineage.lab.library.rendering import BYTES_PER_TOKEN, CARD_TOKENS, fenced, speedup_text
@@ -20,6 +20,8 @@ BUDGET = {"TOKENS": f"{CARD_TOKENS:,}", "BYTES": f"{CARD_TOKENS * BYTES_PER_TOKE
 """What a card may take of a prompt, as the words of the prompts say it."""
 INTENT_LIMIT = 2000
 """Characters of an author's description of a step."""
+MEASURED = "- measured, time before over time after: "
+"""What a line with a figure begins with."""
 
 
 def system_prompt(on_gpu: bool = False) -> str:
@@ -39,6 +41,21 @@ def request_text(group: Group) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def no_longer_holds(then: Group, now: Group) -> str:
+    """Why a card of `then` is no card of the same steps `now`; empty where it is, but for its figures.
+
+    A step does not pay any more, or leads to another kernel: what a model is asked differs in more than figures.
+    """
+    if lost := [f"{site.position}: {why}" for site in now.sites if (why := not_worth_it(site))]:
+        return "; ".join(lost)
+    was, asked = (_without_figures(request_text(group)) for group in (then, now))
+    if was == asked:
+        return ""
+    pairs = zip(was, asked, strict=False)
+    differing = next((pair for pair in pairs if pair[0] != pair[1]), ("", f"{len(asked) - len(was)} more lines"))
+    return f"what is asked of its steps is another: {differing[1]!r} instead of {differing[0]!r}"
+
+
 def repair_text(findings: Iterable[CardFault]) -> str:
     """What was wrong with the last reply, and what to send now."""
     listed = "\n".join(f"- {finding.text}" for finding in findings)
@@ -46,6 +63,10 @@ def repair_text(findings: Iterable[CardFault]) -> str:
         f"There is no card yet. What is wrong with your last reply:\n\n{listed}\n\n"
         "Send the whole JSON object again, corrected, and nothing else. Keep what was not criticised.\n"
     )
+
+
+def _without_figures(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith(MEASURED)]
 
 
 def _site_text(site: Site, number: int) -> str:
@@ -62,7 +83,7 @@ def _site_text(site: Site, number: int) -> str:
         f"- locus: {one_line(transition.locus)}",
         f"- intent, as recorded: {one_line(transition.intent)}",
         f"- steps made before it: {before}",
-        f"- measured, time before over time after: {speedup_text(transition.effect)}",
+        f"{MEASURED}{speedup_text(transition.effect)}",
     ]
     return "\n".join(facts) + f"\n\n{_code_text(site)}"
 
@@ -78,7 +99,7 @@ def _gpu_site_text(site: Site, number: int) -> str:
         f"- platform and language: {lineage.platform}, {lineage.surface.value}",
         *(line for step in site.steps for line in _author_lines(step)),
         f"- steps made before it: {before}",
-        f"- measured, time before over time after: {speedup_text(site.effect)}",
+        f"{MEASURED}{speedup_text(site.effect)}",
     ]
     bare = msgspec.structs.replace(site, before=unnamed(site.before), after=unnamed(site.after))
     return "\n".join(facts) + f"\n\n{_code_text(bare)}"

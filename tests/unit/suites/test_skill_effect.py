@@ -74,10 +74,15 @@ def test_the_design_is_frozen() -> None:
     assert set(DESIGN.frozen.prompts) == set(DESIGN.frozen.cards) == set(DESIGN.targets)
 
 
+def shown_as_in_the_library() -> str:
+    """A card of the target whose text is in skills/ what it was."""
+    return next(card.name for card in DESIGN.cards(TOPK, "cards") if card in experiment.library())
+
+
 def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -> None:
     design = msgspec.structs.replace(DESIGN, targets={TOPK: DESIGN.targets[TOPK]})
     before = frozen_now(design)
-    shown = DESIGN.cards(TOPK, "cards")[0].name
+    shown = shown_as_in_the_library()
     changed = [  # other words of the same length, so that the placebo stays
         msgspec.structs.replace(card, intent=card.intent.swapcase()) if card.name == shown else card
         for card in experiment.library()
@@ -90,11 +95,25 @@ def test_a_changed_card_is_not_the_frozen_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_frozen_card_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = DESIGN.cards(TOPK, "cards")[0].name
+    shown = shown_as_in_the_library()
     left = tuple(card for card in experiment.library() if card.name != shown)
     monkeypatch.setattr(experiment, "library", lambda: left)
     with pytest.raises(UsageError, match=shown):
         DESIGN.cards(TOPK, "cards")
+
+
+def test_a_changed_card_is_shown_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    (digest, kept), *_ = experiment.kept_cards().items()
+    own = {card.name: experiment.card_digest(card) for card in experiment.library()}
+    assert own.get(kept.name) != digest
+    assert experiment.frozen_card(digest) == kept
+    monkeypatch.setattr(experiment, "library", lambda: ())
+    assert experiment.frozen_card(digest) == kept
+
+
+def test_every_kept_card_is_a_frozen_one() -> None:
+    frozen = {digest for arms in DESIGN.frozen.cards.values() for digests in arms.values() for digest in digests}
+    assert set(experiment.kept_cards()) <= frozen
 
 
 def test_thresholds_are_those_of_the_published_pilot(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from pytest_klineage.errors import WaitsForReply
 from pytest_klineage.lab.induction.lift import LIFTED, NOT_LIFTED, Lift, lift
 from pytest_klineage.lab.induction.lift_groups import Group, grouped, sites_of, slug, words
-from pytest_klineage.lab.induction.lift_prompt import request_text, system_prompt
+from pytest_klineage.lab.induction.lift_prompt import no_longer_holds, request_text, system_prompt
 from pytest_klineage.lab.library.cards import write_card
 from pytest_klineage.lab.library.lineages import StoredLineage, state_of
 from pytest_klineage.lab.library.lint import lint_card, lint_folder
@@ -228,6 +228,29 @@ def test_alike_places_of_two_lineages_are_one_group() -> None:
 def test_the_order_of_the_library_does_not_matter() -> None:
     stored = [lineage_of(), lineage_of(operator="conv2d"), lineage_of(operator="fmha")]
     assert grouped(sites_of(stored)) == grouped(list(reversed(sites_of(stored[::-1]))))
+
+
+def packing(effect: float = 1.3, text: str = PACKED) -> Group:
+    """The step to PACKED, or to another kernel, with this effect."""
+    stored = lineage_of((NAIVE, text, VECTOR), ((Category.PACK, "b panels", effect), (Category.SIMD, "tile", 2.0)))
+    return Group(name="packing", sites=tuple(sites_of([stored])[:1]))
+
+
+def test_other_figures_of_a_step_that_pays_leave_its_card() -> None:
+    assert request_text(packing(1.3)) != request_text(packing(1.5))
+    assert no_longer_holds(packing(1.3), packing(1.5)) == ""
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (packing(1.02), "gemm/cpu-cpp step 1: it shows no effect of its own: 1.02x"),
+        (packing(text=PACKED.replace("pack(b)", "pack_wide(b)")), "pack_wide(b)"),
+        (packing(text=PACKED + "// the end\n"), "the end|more lines|@@"),
+    ],
+)
+def test_a_card_holds_no_longer_when_its_step_is_another(now: Group, why: str) -> None:
+    assert re.search(why.replace("(b)", r"\(b\)"), no_longer_holds(packing(), now))
 
 
 def test_a_step_without_an_effect_is_left_out_with_the_reason() -> None:
