@@ -250,12 +250,19 @@ class JudgementContext:
         deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
         with self.waiting_for(role):
             answer = self.processes.ask_oracle(
-                Attach(role=role, deadline_s=deadline), Attached, deadline + CALL_SLACK_S, fds
+                Attach(role=role, deadline_s=deadline, read_only=self.cannot_write(role)), Attached,
+                deadline + CALL_SLACK_S, fds,
             )  # fmt: skip
         worker.oracle_end.close()
         if isinstance(answer, WorkerFailure):
             raise self.failed(answer)
         return answer
+
+    def cannot_write(self, role: str) -> bool:
+        """Whether a worker's inputs are to be mapped for reading alone, where they can be: those of a native candidate
+        on a CPU."""
+        native = role == "candidate" and self.jobs[role][0].surface == Surface.CPP
+        return native and "input_integrity" in self.settings.defences
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
@@ -22,6 +24,7 @@ from pytest_klineage.records import (
     Reason,
 )
 from pytest_klineage.records.messages import (
+    DENORMALS,
     Attached,
     CaseOpened,
     Checked,
@@ -45,6 +48,8 @@ class Judgement(JudgementContext):
 
     lock: DeviceLock | None = None
     """The device's, which the stage that runs holds together with others."""
+    only_reads = False
+    """Whether the inputs of the candidate that was started last are mapped for reading alone."""
 
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
@@ -156,7 +161,12 @@ class Judgement(JudgementContext):
         # On a GPU the worker itself makes the framework refuse, once its clock is there.
         ready = refuse_framework and self.gate.host.device == "cpu"
         preload = "refused" if ready else self.preload(self.source)
-        self.containment = self.start(role, job, preload).containment
+        self.only_reads = False
+        started = self.start(role, job, preload)
+        self.containment, self.only_reads = started.containment, started.read_only
+        note = f"{DENORMALS} are {said}" if (said := findings.clean(started.settings.get(DENORMALS, ""), 100)) else ""
+        if note and note not in self.notes:
+            self.notes.append(note)
 
     def _check_candidate(self, built: Built, opened: CaseOpened) -> None:
         """Start the candidate and check it. Where a kernel of its own is asked for, the framework refuses to compute.
@@ -173,9 +183,14 @@ class Judgement(JudgementContext):
             self._start_candidate(built, refuse_framework=refused)
             self._check_all(opened)
         except Rejected as rejected:
+            if ended := self._ended_by_writing(rejected.reasons[0]):
+                if not self._ends_again(built, opened):
+                    raise
+                self._check_once_more(built, opened, "with inputs that can be written to")
+                raise Rejected(ended) from rejected
             if not refused or rejected.reasons[0].code not in LACKS_FRAMEWORK:
                 raise
-            self._check_with_framework(built, opened)
+            self._check_once_more(built, opened, "with the framework")
             raise Rejected(self._wrapper_reason(rejected.reasons[0])) from rejected
 
     def _check_labelled(self, built: Built, opened: CaseOpened) -> None:
@@ -194,15 +209,40 @@ class Judgement(JudgementContext):
             found, refused = rejected.reasons, ()
         self.checks.clear()
         self.log = ""
+        self._check_in_new_process(built, opened)
+        self._label_framework(found, refused)
+
+    def _check_in_new_process(self, built: Built, opened: CaseOpened) -> None:
         self.processes.ask_oracle(Detach(role="candidate"), Attached, CALL_SLACK_S)
         self.workers.pop("candidate").end()
         self._start_candidate(built, refuse_framework=False)
         self._check_all(opened)
-        self._label_framework(found, refused)
 
-    def _check_with_framework(self, built: Built, opened: CaseOpened) -> None:
-        """Check a candidate that was rejected without the framework: what is still wrong is its own fault."""
-        self.gate.report("check", "once more with the framework")
+    def _ended_by_writing(self, found: Reason) -> Reason | None:
+        """What is wrong with a candidate that ended by a signal of memory, should it be right in other memory."""
+        memory = found.code is Code.CRASH and found.evidence.get("signal") in (signal.SIGSEGV, signal.SIGBUS)
+        if not memory or not self.only_reads:
+            return None
+        message = f"the kernel writes to its inputs, if only for a while; where they can only be read, {found.message}"
+        return Reason(code=Code.INPUT_MUTATED, message=message, evidence=found.evidence)
+
+    def _ends_again(self, built: Built, opened: CaseOpened) -> bool:
+        """Whether a candidate that ended so does in a second process as well: a fault that comes and goes is no write
+        to its inputs, though it be right in other memory."""
+        self.gate.report("check", "once more with inputs that can only be read")
+        found = self.checks, self.log
+        self.checks = []
+        try:
+            self._check_in_new_process(built, opened)
+        except Rejected as rejected:
+            return self._ended_by_writing(rejected.reasons[0]) is not None
+        finally:
+            self.checks, self.log = found
+        return False
+
+    def _check_once_more(self, built: Built, opened: CaseOpened, how: str) -> None:
+        """Check a candidate that was rejected as the gate starts it: what is still wrong is its own fault."""
+        self.gate.report("check", f"once more {how}")
         self.checks.clear()
         self._start_candidate(built, refuse_framework=False, role="replay")
         self._check_all(opened, role="replay")

@@ -44,13 +44,35 @@ def outlier(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return found
 
 
+def lone(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Of magnitude HUGE; one row in four, of a vector one element in four, of VAST."""
+    found = values * HUGE
+    rows = found.view(-1, values.shape[-1] if values.dim() > 1 else 1)
+    rows[random_index(min(4, len(rows)), generator) :: 4] *= VAST / HUGE
+    return found
+
+
+def whole_range(values: torch.Tensor, generator: torch.Generator, dtype: str) -> torch.Tensor:
+    """Integers of all of a type's range, its ends among them where there is room for both."""
+    import torch
+
+    limits = torch.iinfo(getattr(torch, dtype))
+    found = torch.randint(limits.min, limits.max, values.shape, generator=generator, device=values.device)
+    for end in (limits.min, limits.max):
+        found.view(-1)[random_index(found.numel(), generator)] = end
+    return found
+
+
 def repeated(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The nearest halves, so that numbers of a row are equal here and there; one zero, not two of either sign."""
     return (values * 2).round() / 2 + 0.0
 
 
-LARGE, SMALL, SHIFT, HUGE = 30.0, 1e-3, 8.0, 1e3
-"""Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16."""
+LARGE, SMALL, SHIFT, HUGE, VAST = 30.0, 1e-3, 8.0, 1e3, 1e6
+"""Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16. Integers
+of 16 bits, and fp16, end far below a million, those of 32 bits above."""
+FAR, FAR_IN_16_BITS = 1e3, 100.0
+"""In spreads, a mean whose square leaves none of the variance in single precision; 16 bits hold no spread beside it."""
 WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_000_000_037}
 """By type, what integers of two digits are multiplied by: odd, so that all bits vary, and within the type's range; of
 64 bits within what a double holds, which leaves room for sums."""
@@ -62,6 +84,8 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "small": lambda values, generator: values * SMALL,
     "shifted": lambda values, generator: values + SHIFT,
     "lowered": lambda values, generator: (values - SHIFT) * LARGE,
+    "far": lambda values, generator: values + FAR,
+    "alone": lone,
     "mixed": mixed,
     "constant": constant,
     "zeros": zeros,
@@ -69,15 +93,27 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "repeated": repeated,
     "integers_wide": lambda values, generator: values,
     "integers_beyond": lambda values, generator: values * BEYOND,
+    "integers_whole": lambda values, generator: values,
     "integers_constant": constant,
     "integers_zeros": zeros,
     "integers_last": zeros,
 }
 """Further distributions of a user's operator, by name: what becomes of standard normal numbers, or of integers and
 booleans."""
-INTEGERS = ("integers_wide", "integers_beyond", "integers_constant", "integers_zeros", "integers_last")
+IN_16_BITS: dict[tuple[str, str], Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    ("far", "bf16"): lambda values, generator: values + FAR_IN_16_BITS,
+    ("far", "fp16"): lambda values, generator: values + FAR_IN_16_BITS,
+    ("alone", "fp16"): lambda values, generator: values * HUGE,
+}
+"""What becomes of inputs of these types instead."""
+INTEGERS = (
+    "integers_wide", "integers_beyond", "integers_whole", "integers_constant", "integers_zeros", "integers_last",
+)  # fmt: skip
 """Those that leave floats alone; the first depends on the type, see WIDER, the last one on the signature's bound."""
-COMPARED, PAIRED = "repeated", "integers_beyond"
-"""For definitions alone that only compare, and for those that put no more than a few integers together."""
-BY_SLICE = ("mixed", "constant", "zeros", "outlier")
+COMPARED, PAIRED, WHOLE = "repeated", "integers_beyond", "integers_whole"
+"""For definitions alone that only compare, for those that put no more than a few integers together, and for those that
+put none together."""
+ALONE = "alone"
+"""A check for every input of floats, which alone is changed, also a vector or a single number."""
+BY_SLICE = ("far", "mixed", "constant", "zeros", "outlier")
 """Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""

@@ -35,6 +35,9 @@ BORDER = 8.0
 PERTURBATION = 32.0
 """A perturbation in largest elements: one term that outweighs the rounding of shifted bf16 sums."""
 
+DRAWS = 64
+"""How often a place that some output reads is drawn until it lies outside of the padding."""
+
 MEMORY_ORDER = {"nchw": (0, 1, 2, 3), "nhwc": (0, 2, 3, 1)}
 
 SHIFT = 1.0
@@ -161,16 +164,26 @@ class Conv2d(Operator):
         }, undo
 
     def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-        n, c, height, width, _f, size, stride, pad = case.shape.values()
+        n, c, height, width, f, size, stride, pad = case.shape.values()
         rows, columns = output_size(case)
 
-        def touched(outputs: int, length: int) -> int:
-            # Some output reads this place; with a stride above the filter size others are never read.
-            start = random_index(outputs, generator) * stride - pad
-            return min(max(start + random_index(size, generator), 0), min(start + size, length) - 1)
+        def touched(outputs: int, length: int) -> tuple[int, int]:
+            # Some output reads this place with this place of the filter; with a stride above the filter size, or in
+            # the padding, others are never read.
+            for _ in range(DRAWS):
+                start = random_index(outputs, generator) * stride - pad
+                place = start + random_index(size, generator)
+                if 0 <= place < length:
+                    return place, place - start
+            # The first output reads the first place: less is padded than the filter is wide.
+            return 0, min(pad, size - 1)
 
-        where = (random_index(n, generator), random_index(c, generator), touched(rows, height), touched(columns, width))
-        return {"x": perturbed(inputs["x"], where, factor=PERTURBATION), "w": inputs["w"]}
+        (row, filter_row), (column, filter_column) = touched(rows, height), touched(columns, width)
+        image, channel = random_index(n, generator), random_index(c, generator)
+        if random_index(2, generator):
+            where = (random_index(f, generator), channel, filter_row, filter_column)
+            return {**inputs, "w": perturbed(inputs["w"], where, factor=PERTURBATION)}
+        return {**inputs, "x": perturbed(inputs["x"], (image, channel, row, column), factor=PERTURBATION)}
 
     def flops(self, case: KernelCase) -> float:
         n, c, _height, _width, f, size, _stride, _pad = case.shape.values()

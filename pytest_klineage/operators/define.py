@@ -54,9 +54,10 @@ def operator(
     flops, min_bytes: what the function needs at least, as a formula over axes such as "2*M*N*K".
     may_ignore: inputs that need not change an output; by default a case in which one does not is refused. And options
     that a kernel need not heed: it is made for the case's own value.
-    defaults: which of the further distributions "large", "small", "shifted", "lowered", "mixed", "constant", "zeros",
-    "outlier", "repeated" and, of integers and booleans, "integers_wide", "integers_beyond", "integers_constant",
-    "integers_zeros", "integers_last" kernels are checked with, where the definition allows it; False for none.
+    defaults: which of the further distributions "large", "small", "shifted", "lowered", "far", "alone", "mixed",
+    "constant", "zeros", "outlier", "repeated" and, of integers and booleans, "integers_wide", "integers_beyond",
+    "integers_whole", "integers_constant", "integers_zeros", "integers_last" kernels are checked with, where the
+    definition allows it; False for none.
     name: in tables, and for `op="file.py:name"`; default: the function's.
 
     Keyword-only parameters with a default are options of a case; those without one are axes. Raises UsageError with

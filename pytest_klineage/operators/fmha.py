@@ -32,6 +32,9 @@ LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
 
 MEMORY_ORDER = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 
+PERTURBED_SCORE = 4.0
+"""A perturbation of q or k in largest elements: a score changes by about as much as scores differ."""
+
 BLOCK_ELEMENTS = 1 << 25
 """Scores that are in memory at once: 256 MB in float64."""
 
@@ -223,9 +226,23 @@ class Fmha(Operator):
         # The key that this query heeds most, among those it may see.
         end = query + 1 if self.option(case, "causal") else length
         start = max(0, end - (self._window(case) or end))
-        seen = inputs["k"][entry, shared, start:end].double() @ inputs["q"][entry, head, query].double()
-        where = (entry, shared, start + int(seen.argmax()), random_index(width, generator))
-        return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
+        q, keys = inputs["q"][entry, head, query].double(), inputs["k"][entry, shared, start:end].double()
+        most = int((keys @ q).argmax())
+        name = "qkv"[random_index(3, generator)]
+        if name == "v" or len(keys) == 1:  # A single key has all the weight, whatever its score.
+            where = (entry, shared, start + most, random_index(width, generator))
+            return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
+        changed = inputs[name].clone()
+        # Where that changes the scores most: the key's, so that it is heeded least, or those of all in different ways.
+        column = int(q.abs().argmax() if name == "k" else (keys - keys[most]).abs().amax(0).argmax())
+        size = PERTURBED_SCORE * float(inputs[name].abs().max()) + 1.0
+        if name == "k":
+            changed[entry, shared, start + most, column] = -size if float(q[column]) > 0 else size
+        else:
+            # Against the key that was heeded most.
+            away = float((keys[:, column] - keys[most, column]).sum())
+            changed[entry, head, query, column] = size if away > 0 else -size
+        return {**inputs, name: changed}
 
     def flops(self, case: KernelCase) -> float:
         batch, heads, length, width = case.shape.values()

@@ -18,7 +18,18 @@ import msgspec
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
-from pytest_klineage.operators.changes import BY_SLICE, CHANGES, COMPARED, INTEGERS, PAIRED, WIDER
+from pytest_klineage.operators.changes import (
+    ALONE,
+    BY_SLICE,
+    CHANGES,
+    COMPARED,
+    IN_16_BITS,
+    INTEGERS,
+    PAIRED,
+    WHOLE,
+    WIDER,
+    whole_range,
+)
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.evaluation import is_float
 from pytest_klineage.operators.movement import COMPARES, MOVES, PAIRS
@@ -38,8 +49,10 @@ CLEARLY = 10.0
 
 PAIRING = (MOVES - {"_to_copy"}) | PAIRS
 """What a definition may call that is checked with integers beyond those of a double: a cast would round them."""
-ONE_NUMBER = "constant"
-"""A change after which sums may add one number many times: every rounding then errs to the same side."""
+APART = (MOVES | COMPARES) - {"_to_copy", "neg", "abs"}
+"""The same for all of a type's range, whose lowest integer has no counterpart."""
+ONE_SIDED = ("constant", "far")
+"""Changes after which sums may add nearly one number many times: every rounding then errs to the same side."""
 
 
 class Unusable(Exception):
@@ -48,12 +61,16 @@ class Unusable(Exception):
 
 def names(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
     """Distributions that change an input of the signature's types, then other values of options."""
-    floats = {is_float(spec.dtype) for spec in operator.signature(case).inputs}
+    inputs = operator.signature(case).inputs
+    floats = {is_float(spec.dtype) for spec in inputs}
     changes = [
         name for name in operator.defaults
         if (name not in INTEGERS) in floats and name not in operator.distributions and is_for(operator, case, name)
     ]  # fmt: skip
-    return (*changes, *other_options(operator, case))
+    heeded = [spec.name for spec in inputs if is_float(spec.dtype) and spec.name not in operator.may_ignore]
+    alone = [f"{ALONE}:{name}" for name in heeded]
+    each = [one for name in changes for one in (alone if name == ALONE else [name])]
+    return (*each, *other_options(operator, case))
 
 
 def other_options(operator: DefinedOperator, case: KernelCase) -> dict[str, KernelCase]:
@@ -99,22 +116,23 @@ def problem(
     """
     drawn = numbers(operator, case, generator)
     state = generator.get_state()
+    kind = name.partition(":")[0]
     usual = finished(operator, case, generator, DEFAULT_DISTRIBUTION, copied(drawn))
     try:
-        if name not in CHANGES:
+        if kind not in CHANGES:
             return option(operator, case, other_options(operator, case)[name], usual, generator)
         generator.set_state(state)
         if name in INTEGERS:
             other = integers_changed(operator, case, drawn, name, generator)
         else:
-            other = changed(drawn, name, generator)
+            other = changed(operator, case, drawn, name, generator)
         inputs = finished(operator, case, generator, name, drawn | other)
         if all(same(inputs[item], usual[item]) for item in inputs):
             return ""
         if name in INTEGERS:
             object_to_overflow(operator, case, inputs)
         found = usable(operator, case, inputs, generator, wrong)
-        if name == ONE_NUMBER:
+        if name in ONE_SIDED:
             allow_one_sided(operator, case, found[1])
         return found
     except Unusable as error:
@@ -127,7 +145,8 @@ def is_for(operator: DefinedOperator, case: KernelCase, name: str) -> bool:
     """Whether a change is one for a definition that calls what this one does."""
     if name == COMPARED:
         return rounds_nothing(operator, case) and not operator.calls_only(case, MOVES)
-    return name != PAIRED or operator.calls_only(case, PAIRING)
+    needed = {PAIRED: PAIRING, WHOLE: APART}
+    return name not in needed or operator.calls_only(case, needed[name])
 
 
 def rounds_nothing(operator: DefinedOperator, case: KernelCase) -> bool:
@@ -153,7 +172,7 @@ def option(
         return usable(operator, other, usual, generator, operator.oracle(case, usual), CLEARLY)
     except Unusable:
         drawn = numbers(operator, case, generator)
-        small = finished(operator, case, generator, "small", drawn | changed(drawn, "small", generator))
+        small = finished(operator, case, generator, "small", drawn | changed(operator, case, drawn, "small", generator))
         return usable(operator, other, small, generator, operator.oracle(case, small))
 
 
@@ -162,14 +181,20 @@ def copied(values: Tensors) -> Tensors:
     return {name: tensor.clone() for name, tensor in values.items()}
 
 
-def changed(values: Tensors, name: str, generator: torch.Generator) -> Tensors:
+def changed(
+    operator: DefinedOperator, case: KernelCase, values: Tensors, name: str, generator: torch.Generator
+) -> Tensors:
     """Those that are floats after the change of this name, from a stream of random numbers of its own."""
     import torch
 
     own = torch.Generator(generator.device).manual_seed(generator.initial_seed() ^ 1)
-    values = {key: tensor for key, tensor in values.items() if tensor.is_floating_point()}
-    wide = name in BY_SLICE and any(tensor.dim() > 1 for tensor in values.values())
-    return {key: CHANGES[name](tensor, own) for key, tensor in values.items() if tensor.dim() > 1 or not wide}
+    name, _, only = name.partition(":")
+    types = {spec.name: spec.dtype for spec in operator.signature(case).inputs if is_float(spec.dtype)}
+    wide = name in BY_SLICE and any(values[key].dim() > 1 for key in types)
+    return {
+        key: IN_16_BITS.get((name, dtype), CHANGES[name])(values[key], own)
+        for key, dtype in types.items() if only in ("", key) and (values[key].dim() > 1 or not wide)
+    }  # fmt: skip
 
 
 def integers_changed(
@@ -187,15 +212,19 @@ def integers_changed(
         if is_float(spec.dtype):
             continue
         bound = bound_of(operator, case, spec.name)
+        free = spec.name not in drawn and bound is None
         if name == INTEGERS[-1]:
             if bound is not None:
                 found[spec.name] = CHANGES[name](values[spec.name] - (bound - 1), generator) + (bound - 1)
         elif name == PAIRED:
-            if spec.dtype == "int64" and spec.name not in drawn and bound is None:
+            if spec.dtype == "int64" and free:
                 found[spec.name] = CHANGES[name](values[spec.name], generator)
+        elif name == WHOLE:
+            if spec.dtype in WIDER and free:
+                found[spec.name] = whole_range(values[spec.name], generator, spec.dtype)
         elif name != INTEGERS[0]:
             found[spec.name] = CHANGES[name](values[spec.name], generator)
-        elif spec.dtype in WIDER and spec.name not in drawn and bound is None:
+        elif spec.dtype in WIDER and free:
             found[spec.name] = values[spec.name] * WIDER[spec.dtype]
     return found
 

@@ -39,7 +39,12 @@ SIMILAR_KEYS, UNLIKE = "similar_keys", 1.4
 """A check that no prompt names, and how much of each key there is its own, in what it shares with the others of its
 head: the mean cosine of two keys is about a third."""
 
-PERTURBED_POSITIONS = 8
+LONE_GATES, LONE_EVERY, LEAST_LONE, MOST_LONE = "lone_gates", 128, 30.0, 200.0
+"""Another one: weak gates but for about one token of so many, which resets the state as between two documents, and how
+strong its gate is. At -89 the reciprocal of a decay leaves fp32; a head's mean stays weak."""
+
+PERTURBED_POSITIONS, VALUE_PERTURBATION = 8, 16.0
+"""Of how many tokens one is chosen for a perturbation, and its size in v, in largest elements."""
 
 IN_TORCH = """\
 repeat = v.shape[1] // q.shape[1]
@@ -134,17 +139,21 @@ class Gdn(Operator):
         return inputs
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
-        return (SIMILAR_KEYS,) if case.dtype == "fp32" else ()
+        return (SIMILAR_KEYS, LONE_GATES) if case.dtype == "fp32" else (LONE_GATES,)
 
     def further_problem(
         self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
     ) -> tuple[Tensors, Any] | str:
-        """Keys that resemble one another and gates near one, so that updates depend on all tokens before.
+        """Keys that resemble one another and gates near one, so that updates depend on all tokens before; lone gates.
 
         On a CPU alone: errors of kernels on a GPU have not been measured with them.
         """
         if generator.device.type != "cpu":
             return ""
+        if name == LONE_GATES:
+            inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+            strengthen_some(inputs["g"], generator)
+            return inputs, Expected(self, case, inputs)
         inputs = self.make_inputs(case, generator, "gates_near_zero")
         tokens, heads, width = inputs["k"].shape
         keys = normal((1, heads, width), generator) + UNLIKE * normal((tokens, heads, width), generator)
@@ -198,7 +207,23 @@ class Gdn(Operator):
         return move_heads(case, inputs, generator, ("g", "beta"))
 
     def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-        return perturb_value(case, inputs, generator)
+        token, head = telling_place(case, inputs, generator)
+        key_head = head // (case.shape["HV"] // case.shape["HQK"])
+        # In fewer bits what beta changes lies near the tolerance.
+        names = ("q", "k", "v", "beta") if case.dtype == "fp32" else ("q", "k", "v")
+        name = names[random_index(len(names), generator)]
+        if name == "v":
+            where = (token, head, random_index(case.shape["D"], generator))
+            return {**inputs, "v": perturbed(inputs["v"], where, factor=VALUE_PERTURBATION)}
+        changed = inputs[name].clone()
+        if name == "beta":
+            # To the other end of what it may be.
+            changed[token, head] = 0.03125 if float(changed[token, head]) > 0.5 else 0.96875
+        else:
+            # Of the other sign, so that the row's length stays one.
+            both = inputs["q"][token, key_head].double() * inputs["k"][token, key_head].double()
+            changed[token, key_head, int(both.abs().argmax())] *= -1
+        return {**inputs, name: changed}
 
     def flops(self, case: KernelCase) -> float:
         _key_heads, heads, width, _chunk, tokens = case.shape.values()
@@ -253,16 +278,32 @@ def move_heads(
     return transformed, undo
 
 
-def perturb_value(case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-    """Change one element of v: of a few tokens at the one whose own output reads most of what it writes."""
-    key_heads, heads, width, _chunk, tokens = case.shape.values()
+def telling_place(case: KernelCase, inputs: Tensors, generator: torch.Generator) -> tuple[int, int]:
+    """Of a few tokens the one whose own output reads most of what it writes, and a value head."""
+    key_heads, heads, _width, _chunk, tokens = case.shape.values()
     head = random_index(heads, generator)
     positions = [random_index(tokens, generator) for _ in range(PERTURBED_POSITIONS)]
     key_head = head // (heads // key_heads)
     q, k = inputs["q"][positions, key_head].double(), inputs["k"][positions, key_head].double()
     written = (q * k).sum(-1).abs() * inputs["beta"][positions, head].double()
-    where = (positions[int(written.argmax())], head, random_index(width, generator))
-    return {**inputs, "v": perturbed(inputs["v"], where, factor=16.0)}
+    return positions[int(written.argmax())], head
+
+
+def perturb_value(case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
+    """Change one element of v."""
+    where = (*telling_place(case, inputs, generator), random_index(case.shape["D"], generator))
+    return {**inputs, "v": perturbed(inputs["v"], where, factor=VALUE_PERTURBATION)}
+
+
+def strengthen_some(g: torch.Tensor, generator: torch.Generator) -> None:
+    """Give a few tokens of every head a gate of -LEAST_LONE to -MOST_LONE, each head of its own size. Changes `g`."""
+    import torch
+
+    tokens, heads = g.shape
+    count = 1 + tokens // LONE_EVERY
+    where = torch.randint(min(1, tokens - 1), tokens, (count, heads), generator=generator)
+    part = (torch.randperm(heads, generator=generator) + uniform((count, heads), generator)) / heads
+    g.scatter_(0, where, -(LEAST_LONE + (MOST_LONE - LEAST_LONE) * part).to(g))
 
 
 def gates(input_distribution: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:

@@ -129,9 +129,10 @@ class Gemm(Operator):
         }, undo
 
     def perturb(self, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-        m, _n, k = case.shape.values()
-        where = (random_index(m, generator), random_index(k, generator))
-        return {"a": perturbed(inputs["a"], where, factor=PERTURBATION), "b": inputs["b"]}
+        name = "ab"[random_index(2, generator)]
+        rows, columns = inputs[name].shape
+        where = (random_index(rows, generator), random_index(columns, generator))
+        return {**inputs, name: perturbed(inputs[name], where, factor=PERTURBATION)}
 
     def flops(self, case: KernelCase) -> float:
         m, n, k = case.shape.values()

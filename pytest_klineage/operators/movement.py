@@ -3,8 +3,9 @@ what it calls, or by what it gives on several problems."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,6 +87,29 @@ def is_truncation(problems: Sequence[tuple[Tensors, Tensors]]) -> bool:
     if not all(occurs(one, first) for one in samples(problems)):
         return False
     return is_rearrangement([(without_fractions(inputs), outputs) for inputs, outputs in problems])
+
+
+def is_cast(problems: Sequence[tuple[Tensors, Tensors]], types: Mapping[str, torch.dtype]) -> bool:
+    """Whether every output is an input, or its axes in another order, cast to the output's type, in all problems.
+
+    A cast to booleans compares with zero, one to fewer bits takes a remainder.
+    """
+    return len(problems) > 1 and all(
+        any(
+            all(same_cast(inputs[key].permute(order), outputs[name], dtype) for inputs, outputs in problems)
+            for key, tensor in problems[0][0].items()
+            for order in permutations(range(tensor.dim()))
+            if tensor.permute(order).shape == problems[0][1][name].shape
+        )
+        for name, dtype in types.items()
+    )
+
+
+def same_cast(given: torch.Tensor, answer: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are the same in this type; of 8-bit floats, which cannot be compared, nothing is claimed."""
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return False
+    return bool((given.to(dtype) == answer.to(dtype)).all())
 
 
 def is_whole(element: torch.Tensor) -> bool:

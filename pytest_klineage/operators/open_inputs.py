@@ -120,6 +120,9 @@ def one_redrawn(operator: DefinedOperator, case: KernelCase, inputs: Tensors, ge
     before = operator.oracle(case, inputs)
     floats = [name for name, tensor in inputs.items() if tensor.is_floating_point() and tensor.numel()]
     names = floats or list(inputs)
+    # Twins are to differ in any of the inputs.
+    first = random_index(len(names), generator)
+    names = names[first:] + names[:first]
     found = inputs
     for size in SIZES:
         for name in names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
@@ -15,7 +15,7 @@ from pytest_klineage.operators.distributions import (
     torch_dtype,
     uniform,
 )
-from pytest_klineage.operators.tolerance import HALF_SMALLEST
+from pytest_klineage.operators.tolerance import HALF_SMALLEST, Expected
 from pytest_klineage.records import DTYPES, KernelCase, Signature
 from pytest_klineage.records.signature import dense
 
@@ -30,6 +30,11 @@ MAX_EXPONENT = 4
 CLUSTER = {"fp32": 1e-3, "fp16": 0.1, "bf16": 0.5}
 """Spread of the clustered input distribution around 10: many numbers of few exponents and leading bits, yet not all the
 same."""
+
+
+LANES, ODD_LANES, BLOCKS = "large_in_a_lane", "large_in_an_odd_lane", "large_in_a_block"
+"""Checks that no prompt names: where the k largest numbers of each row lie. Elsewhere they lie at random, so that no
+lane and no segment has many of them, and a selection from the largest of each is right."""
 
 
 class TopK(Operator):
@@ -105,6 +110,19 @@ class TopK(Operator):
             x = x.mul_(100).round_().mul_(2 * HALF_SMALLEST[case.dtype])
         return {"x": x.to(torch_dtype(case.dtype)).contiguous()}
 
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        _rows, columns, k = case.shape.values()
+        # With fewer than twice or three times as many columns there is no such lane.
+        return (BLOCKS, LANES, ODD_LANES)[: columns // k] if k < columns else ()
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        rows, columns, k = case.shape.values()
+        x = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)["x"]
+        inputs = {"x": gathered(x, k, places(name, rows, columns, k, generator), generator)}
+        return inputs, Expected(self, case, inputs)
+
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         values, indices = inputs["x"].double().topk(case.shape["K"], dim=1)
         return {"values": values, "indices": indices}
@@ -170,6 +188,36 @@ class TopK(Operator):
     def flops(self, case: KernelCase) -> float:
         rows, columns, _k = case.shape.values()
         return float(rows * columns)
+
+
+def places(name: str, rows: int, columns: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Where the k largest numbers of each row may lie, [rows, columns]: at least k places, in one block or one lane.
+
+    A lane is every n-th column: n runs through the powers of two from the largest that leaves k places down, or is
+    drawn from all other numbers.
+    """
+    import torch
+
+    column = torch.arange(columns, device=generator.device)
+    first = torch.randint(columns - k + 1, (rows, 1), generator=generator, device=generator.device)
+    if name == BLOCKS:
+        return (column >= first) & (column < first + k)
+    most = columns // k
+    powers = [1 << i for i in range(most.bit_length() - 1, 0, -1)]
+    strides = powers if name == LANES else [n for n in range(3, most + 1) if n not in powers]
+    drawn = torch.tensor(strides, device=generator.device)
+    if name == LANES:
+        stride = drawn.repeat(-(-rows // len(drawn)))[:rows, None]
+    else:
+        stride = drawn[torch.randint(len(drawn), (rows, 1), generator=generator, device=generator.device)]
+    return column % stride == first % stride
+
+
+def gathered(x: torch.Tensor, k: int, inside: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same numbers in every row, the k largest of them at random places where `inside` is true."""
+    order = (uniform(tuple(x.shape), generator) + inside).argsort(1, descending=True).to(x.device)
+    largest = x.sort(1, descending=True).values
+    return x.scatter(1, order, largest)
 
 
 def starved(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

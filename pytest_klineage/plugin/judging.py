@@ -84,7 +84,7 @@ class KernelGate:
             self._keep(verdict)
             self._item.ihook.pytest_klineage_judged(
                 item=self._item, case=chosen, source=source, verdict=verdict, reference_source=reference_kernel,
-                platforms=_names(platforms),
+                platforms=_names(platforms), paths=self._paths(kernel, also),
             )  # fmt: skip
             self._report_outcome(verdict)
             return verdict
@@ -118,6 +118,14 @@ class KernelGate:
             label=label,
             also=tuple(self._located(file) for file in also),
         )
+
+    def _paths(self, kernel: Kernel, also: Sequence[str | Path]) -> tuple[Path, ...]:
+        """Where a kernel's files lie, in the order of its source; none of text that was handed over, or of a module."""
+        if isinstance(kernel, KernelSource):
+            return ()
+        beside = self._module_file(kernel)
+        located = [beside[0] if beside else self._located(kernel), *map(self._located, also)]
+        return tuple(path for path in located if isinstance(path, Path))
 
     def _located(self, path: str | Path) -> str | Path:
         """A path relative to the test's own file; "module:function" as it is."""

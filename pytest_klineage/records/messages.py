@@ -10,7 +10,8 @@ from pytest_klineage.records.verdict import Check, Code, KernelTime, Reason
 
 CANDIDATE_FRAME_BYTES = 64 * 1024
 """The longest frame that is read from an untrusted worker."""
-FLOAT_CONTROL = ("rounding", "denormal numbers", "floating-point exceptions", "precision")
+DENORMALS = "denormal numbers"
+FLOAT_CONTROL = ("rounding", DENORMALS, "floating-point exceptions", "precision")
 """What a processor's control registers decide, from the lowest bit of `Returned.float_control` on."""
 
 
@@ -56,6 +57,8 @@ class Map(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Map an arena; its memory comes as a file descriptor beside this message."""
 
     arena: Arena
+    read_only: tuple[tuple[int, int], ...] = ()
+    """Where pages of a second file, which can only be read, lie in the place of the first one's."""
 
 
 class RunKernel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -224,6 +227,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     role: str
     deadline_s: float
+    read_only: bool = False
+    """Whether its inputs are mapped for reading alone."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -305,6 +310,8 @@ class Attached(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     containment: tuple[str, ...] = ()
     settings: dict[str, str] = {}
+    read_only: bool = False
+    """Whether inputs are mapped for reading alone in every arena; it may have been asked for where that cannot be."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -29,6 +29,13 @@ LIBC.mremap.argtypes = (ADDRESS, SIZE, SIZE, ctypes.c_int, ADDRESS)
 LIBC.mmap.restype = LIBC.mremap.restype = ADDRESS
 
 
+class Place(NamedTuple):
+    """Where a function lies in memory, and how many bytes it has."""
+
+    start: int
+    size: int
+
+
 class Copy(NamedTuple):
     """One range of code: where it lies, and where its changed copy waits."""
 
@@ -37,11 +44,11 @@ class Copy(NamedTuple):
     waiting: int
 
 
-def page_ranges(addresses: Iterable[int], size: int, gap: int = GAP) -> list[tuple[int, int]]:
-    """Whole pages that hold `size` bytes from each address on; ranges less than `gap` apart become one."""
+def page_ranges(places: Iterable[Place], gap: int = GAP) -> list[tuple[int, int]]:
+    """Whole pages that hold these places; ranges less than `gap` apart become one."""
     found: list[tuple[int, int]] = []
-    for address in sorted(addresses):
-        start, end = address & -PAGE, (address + size + PAGE - 1) & -PAGE
+    for place in sorted(places):
+        start, end = place.start & -PAGE, (place.start + place.size + PAGE - 1) & -PAGE
         if found and start - found[-1][1] < gap:
             found[-1] = found[-1][0], max(end, found[-1][1])
         else:
@@ -49,15 +56,23 @@ def page_ranges(addresses: Iterable[int], size: int, gap: int = GAP) -> list[tup
     return found
 
 
-def copied(ranges: Iterable[tuple[int, int]], addresses: Collection[int], mark: bytes) -> list[Copy]:
-    """Copy ranges of this process's code with a mark at some addresses. Raises OSError."""
-    marked, copies, length = sorted(addresses), list[Copy](), 0
+def filling(mark: bytes, size: int) -> bytes:
+    """As many marks as there is room for."""
+    return mark * (size // len(mark))
+
+
+def copied(ranges: Iterable[tuple[int, int]], places: Collection[Place], mark: bytes) -> list[Copy]:
+    """Copy ranges of this process's code with some places filled with a mark. Raises OSError."""
+    marked, copies, length = sorted(places), list[Copy](), 0
     file = os.memfd_create("klineage-code", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
     try:
         for start, end in ranges:
             content = bytearray(ctypes.string_at(start, end - start))
-            for address in marked[bisect_left(marked, start) : bisect_left(marked, end)]:
-                content[address - start : address - start + len(mark)] = mark
+            # The one before may reach into the range.
+            for place in marked[max(0, bisect_left(marked, (start, 0)) - 1) : bisect_left(marked, (end, 0))]:
+                marks = filling(mark, place.size)[max(0, start - place.start) : max(0, end - place.start)]
+                first = max(0, place.start - start)
+                content[first : first + len(marks)] = marks
             write_all(file, content)
             copies.append(Copy(start, end, length))
             length += end - start

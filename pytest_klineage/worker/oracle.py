@@ -42,7 +42,7 @@ from pytest_klineage.records.messages import (
     WorkerFailure as ProblemMessage,
 )
 from pytest_klineage.worker.host.arena import OracleArena, SharedArena
-from pytest_klineage.worker.problems import Plain, ProblemSet
+from pytest_klineage.worker.problems import PERTURBED, Plain, ProblemSet
 from pytest_klineage.worker.rounds import RepetitionResult, WorkerHandle, WorkerProblem
 from pytest_klineage.worker.turns import TimedPair, Turns
 
@@ -135,16 +135,16 @@ class Oracle:
         channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
         self.detach(Detach(role=request.role))
         signatures = [operator_of(case).signature(case) for case in self.turns.problem_set().layouts()]
-        handle, arenas = self.make_handle(request.role, channel, signatures)
+        handle, arenas = self.make_handle(request.role, channel, signatures, read_only=request.read_only)
         self.turns.handles[request.role] = handle
         return handle.attach(arenas, request.deadline_s)
 
     def make_handle(
-        self, role: str, channel: Channel, signatures: list[Signature]
+        self, role: str, channel: Channel, signatures: list[Signature], *, read_only: bool
     ) -> tuple[WorkerHandle, Sequence[OracleArena]]:
         """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
         if self.blocks is None:
-            return WorkerHandle(role, channel), [SharedArena(signature) for signature in signatures]
+            return WorkerHandle(role, channel), [SharedArena(one, read_only=read_only) for one in signatures]
         from pytest_klineage.worker.device.arena import LEAST_SLOTS, DeviceArena
         from pytest_klineage.worker.device.rounds import DeviceWorkerHandle
 
@@ -170,7 +170,9 @@ class Oracle:
         if self.blocks is not None:
             return self.blocks.check(request, problem, arena)
         self.turns.freeze_others(request.role)
-        slot = self.turns.schedule.slot(fresh=True)
+        # A twin comes to the address of what it resembles.
+        schedule, is_twin = self.turns.schedule, problem.input_distribution == PERTURBED
+        slot = schedule.last_slot if is_twin else schedule.slot(fresh=True)
         outcome = self.turns.handles[request.role].run(
             Plain(problem), arena, slot, request.deadline_s, request.defences | {"verify"}, self.flush,
             checking=True,

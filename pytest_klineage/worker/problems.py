@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import secrets
 import time
 from typing import TYPE_CHECKING
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from pytest_klineage.operators import operator_of
-from pytest_klineage.operators.movement import is_rearrangement, is_truncation
+from pytest_klineage.operators.distributions import torch_dtype
+from pytest_klineage.operators.movement import is_cast, is_rearrangement, is_truncation
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
 from pytest_klineage.records.messages import OpenCase, PlannedCheck
+from pytest_klineage.worker.host.arena import same_bits
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
@@ -84,8 +87,17 @@ LEAST_AMONG = 2
 """Checks that come among timed pairs, at least. Where fewer are kept, because one takes seconds to make, so many are
 made before timing."""
 KEPT_ELEMENTS = 1 << 25
-"""Undeclared checks of tensors with more elements than this in all are made again when they are due: 8 of them would
-take more than 4 GB in float64."""
+"""Undeclared checks, and those of further shapes, of tensors with more elements than this in all are made again when
+they are due: 8 of them would take more than 4 GB in float64."""
+KEPT_IN_ALL, KEPT_SHARE = 1 << 27, 1 / 10
+"""So are those that come once so many elements are kept of them together, about 2 GB, or on a GPU such a share of its
+free memory."""
+IDLE_DRAWS, MOST_TWINS, SLOW_S, TWIN_SHARE = 8, 4, 1.0, 1 / 40
+"""An operator draws which input differs: it is asked for twins of as many inputs, until so many draws in a row bring no
+new one. Where a problem takes longer to make, or more of a GPU's free memory, there is one of a drawn input."""
+ELSEWHERE_S, LEAST_ELSEWHERE = 1.0, 2
+"""What the checks of all further shapes may take to make, and how many distributions beside the default are checked
+at each of them anyhow."""
 
 
 class ProblemSet:
@@ -113,20 +125,62 @@ class ProblemSet:
         """Checks that may come among timed pairs: what those, whose inputs are of the default distribution, leave
         out."""
         wanted = self.has_symmetry and not self.novel_is_cheap
-        self.stock_size = self.size_of_stock(seconds, size, free_bytes(self.device)) if wanted else 0
-        perturbed = chosen.perturb(self.case, self.timed[0].inputs, self.random(PERTURBED))
-        self.perturbed_problem = Problem(self.case, PERTURBED, perturbed)
-        self.checks: list[Problem | Remade] = [*self.timed[:1], self.perturbed_problem, *self.timed[1:]]
+        free = free_bytes(self.device)
+        self.stock_size = self.size_of_stock(seconds, size, free) if wanted else 0
+        self.twins = self.make_twins(most_twins(seconds, size, free))
+        self.checks: list[Problem | Remade] = [*self.timed[:1], *self.twins, *self.timed[1:]]
         for input_distribution in chosen.input_distributions[1:]:
             inputs = chosen.make_inputs(self.case, self.random(input_distribution), input_distribution)
             self.checks.append(Problem(self.case, input_distribution, inputs))
-        for shape in self.case.also_shapes:
-            other = self.case.at_shape(shape)
-            inputs = chosen.make_inputs(other, self.random(str(shape)), default)
-            self.checks.append(Problem(other, default, inputs))
+        self.kept_elements, self.most_allocated = 0, allocated_bytes(self.device) + KEPT_SHARE * free
+        began, shapes = time.monotonic(), self.case.also_shapes
+        for number, shape in enumerate(shapes, start=1):
+            self.add_shape(self.case.at_shape(shape), began + ELSEWHERE_S * number / len(shapes))
         self.add_further()
         self.only_moves = self.device == "cpu" and self.moves(drawn)
         self.seconds = time.monotonic() - started
+
+    def make_twins(self, most: int) -> list[Problem]:
+        """Problems that differ from the first one in a single element, each of another input, as far as drawn."""
+        chosen, first, began = operator_of(self.case), self.timed[0].inputs, time.monotonic()
+        found: dict[str, Tensors] = {}
+        draw = idle = 0
+        while len(found) < min(most, len(first)) and idle < IDLE_DRAWS:
+            if found and time.monotonic() - began > SLOW_S:
+                break
+            inputs = chosen.perturb(self.case, first, self.random(PERTURBED, draw))
+            changed = " ".join(name for name in inputs if not same_bits(inputs[name], first[name]))
+            draw, idle = draw + 1, idle + 1 if changed in found else 0
+            found.setdefault(changed, inputs)
+        return [Problem(self.case, PERTURBED, inputs) for inputs in found.values()]
+
+    def add_shape(self, other: KernelCase, until: float) -> None:
+        """Checks of another shape: every distribution, or those first in an order that is drawn, where it gets late.
+
+        The same secret draws the same order, of which a faster machine makes more.
+        """
+        default, *others = operator_of(other).input_distributions
+        self.add(self.distributed(other, default))
+        drawn = random.Random(repr((self.secret, "elsewhere", other.shape))).sample(others, len(others))
+        for count, input_distribution in enumerate(drawn):
+            if count >= LEAST_ELSEWHERE and time.monotonic() > until:
+                break
+            self.add(self.distributed(other, input_distribution))
+
+    def distributed(self, other: KernelCase, input_distribution: str) -> Problem:
+        """The check of another shape with this distribution, the same one every time."""
+        draw = self.random(str(other.shape), input_distribution)
+        return Problem(other, input_distribution, operator_of(other).make_inputs(other, draw, input_distribution))
+
+    def add(self, check: Problem) -> None:
+        """Plan a check, and keep its tensors unless they are large, or those that are kept are many."""
+        size = sum(tensor.numel() for tensor in (*check.inputs.values(), *check.expected.outputs.values()))
+        fits = size <= KEPT_ELEMENTS and self.kept_elements + size <= KEPT_IN_ALL
+        if fits and allocated_bytes(self.device) <= self.most_allocated:
+            self.kept_elements += size
+            self.checks.append(check)
+        else:
+            self.checks.append(Remade(check.case, check.input_distribution))
 
     def add_further(self) -> None:
         """Checks that the user has not declared, and a note that says which of them are left out, and why."""
@@ -137,16 +191,19 @@ class ProblemSet:
             if isinstance(found, str):
                 absent.setdefault(found, []).append(name)
                 continue
-            kept = sum(tensor.numel() for tensor in (*found.inputs.values(), *found.expected.outputs.values()))
-            self.checks.append(found if kept <= KEPT_ELEMENTS else Remade(found.case, found.input_distribution))
+            self.add(found)
         absent.pop("", None)
         self.notes = [*self.notes, *(f"not checked with {', '.join(names)}: {why}" for why, names in absent.items())]
 
     def moves(self, novel: Problem) -> bool:
-        """Whether an answer consists of input elements or those without fractions, so that copies are all of it."""
+        """Whether an answer consists of input elements, perhaps cast, so that copies are all of it."""
         alike = [novel, *(one for one in self.checks if isinstance(one, Problem) and one.case == self.case)]
         answers = [(problem.inputs, problem.expected.outputs) for problem in alike]
-        return operator_of(self.case).calls_only_moves(self.case) or is_rearrangement(answers) or is_truncation(answers)
+        chosen = operator_of(self.case)
+        types = {spec.name: torch_dtype(spec.dtype) for spec in chosen.signature(self.case).outputs}
+        return chosen.calls_only_moves(self.case) or any(
+            (is_rearrangement(answers), is_truncation(answers), is_cast(answers, types))
+        )
 
     def further(self, name: str) -> Problem | str:
         """An undeclared check, the same one every time, or why there is none."""
@@ -161,7 +218,11 @@ class ProblemSet:
 
     def made(self, planned: Problem | Remade) -> Problem:
         """The same check with its tensors. Raises ValueError for one that cannot be made again."""
-        found = self.further(planned.input_distribution) if isinstance(planned, Remade) else planned
+        if not isinstance(planned, Remade):
+            return planned
+        if planned.case.shape != self.case.shape:
+            return self.distributed(planned.case, planned.input_distribution)
+        found = self.further(planned.input_distribution)
         if isinstance(found, str):
             raise ValueError(found)
         return found
@@ -224,6 +285,11 @@ class ProblemSet:
             )
             for check in self.checks
         )
+
+
+def most_twins(seconds: float, size: int, free: float) -> int:
+    """How many twins there may be, where a problem takes so many seconds, and bytes of the free ones."""
+    return 1 if seconds > SLOW_S or size > TWIN_SHARE * free else MOST_TWINS
 
 
 def allocated_bytes(device: str) -> int:

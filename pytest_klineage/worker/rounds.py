@@ -130,9 +130,10 @@ class WorkerHandle:
         if self.stopper is None:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=NO_SENDER), role=self.role)
         for arena in arenas:
-            self._send(Map(arena=arena.arena), [arena.fd])
+            self._send(Map(arena=arena.arena, read_only=arena.read_only), arena.fds)
             arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
-        return Attached(containment=answer.containment, settings=answer.settings)
+        read_only = bool(arenas) and all(arena.read_only for arena in arenas)
+        return Attached(containment=answer.containment, settings=answer.settings, read_only=read_only)
 
     def _recognise(self, deadline_s: float) -> None:
         """Take hold of the process that sends the first message: the system itself writes its id beside it."""
@@ -390,5 +391,6 @@ def control_reasons(changed: int, defences: frozenset[str]) -> list[Reason]:
     names = [name for i, name in enumerate(FLOAT_CONTROL) if changed >> i & 1]
     if not names or "input_integrity" not in defences:
         return []
-    message = f"the call left its thread with another setting of the processor for {', '.join(names)}; restore it"
+    how = "loaded or called, the kernel left its caller's thread with another setting of the processor for"
+    message = f"when {how} {', '.join(names)}; restore it"
     return [Reason(code=Code.TAMPERING, message=message)]

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pytest_klineage.channel import Channel
-from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
+from pytest_klineage.records.messages import DENORMALS, Job, KernelLoaded, LoadFailed
 from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import LoadedKernel
 from pytest_klineage.worker.failures import bounded, describe
 from pytest_klineage.worker.host.calls import CallLoop, materialise_if_needed
+from pytest_klineage.worker.host.float_control import FloatControl
 from pytest_klineage.worker.host.scheduling import MainThread
 from pytest_klineage.worker.sandbox import containment, reading
 
@@ -54,6 +55,8 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
         # What is frozen is not found by looking through all objects.
         gc.freeze()
         containment_report = contain(job, active) + refuse(job)
+        # Before the kernel's code is there, which may change what its thread is set to when it is loaded.
+        float_control = FloatControl()
         kernel = load(job)
         if job.sandbox and clock is None and not reading.needs_torch(job):
             containment_report += containment.freeze_code()
@@ -69,9 +72,13 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     main_thread.widen()
     gc.collect()
     gc.disable()
-    channel.send(KernelLoaded(containment=tuple(containment_report), settings=settings(job)))
+    said = settings(job)
+    if float_control.keep(DENORMALS):
+        # GCC links code that does so to what is built with -Ofast. Anything else that has changed is found at a call.
+        said[DENORMALS] = "treated otherwise since the kernel was loaded"
+    channel.send(KernelLoaded(containment=tuple(containment_report), settings=said))
     if clock is None:
-        CallLoop(channel, kernel, after_first=main_thread.settle).serve()
+        CallLoop(channel, kernel, main_thread.settle, float_control).serve()
     else:
         from pytest_klineage.worker.device.calls import DeviceLoop
 

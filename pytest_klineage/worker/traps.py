@@ -1,8 +1,9 @@
 """Traps in front of the machine code by which loaded libraries compute, for callers that go past the dispatcher.
 
 The static runtime, AOTInductor's C functions and users of a mangled name call the kernels of operators directly.
-Their first bytes are overwritten in copies of the pages that no process can write to (code_copies.py); who calls them
-crashes. Functions that are reached through a pointer in data and exported by no name are not found.
+They are overwritten from their first byte to their last, in copies of the pages that no process can write to
+(code_copies.py); who calls them crashes, and who enters them behind their beginning. Functions that are reached through
+a pointer in data and exported by no name are not found.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pytest_klineage.worker.code_copies import Copy, copied, page_ranges, put_in_place
+from pytest_klineage.worker.code_copies import Copy, Place, copied, filling, page_ranges, put_in_place
 
 TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 """An undefined instruction: ud2, udf #0."""
@@ -60,6 +61,12 @@ MOVING = re.compile(
     r"|_ZN6fbgemm\d+(?:FloatTo|B?[Ff]loat16To)B?[Ff]loat(?:16)?"
 )
 """Functions that copy and convert: left alone but where a definition does nothing else."""
+SERVES = re.compile(
+    r"^_(?:init|fini)$|^blas_(?!level1)|^exec_blas|^(?:scipy_)?goto|^get_num_procs$|^(?:scipy_)?openblas_|^(?:scipy_)?_*(?:cblas_)?xerbla"
+    r"|^(?:scipy_)?(?:cblas_)?[sdczqx](?:copy|swap)(?:_?64_?|_)?$|^[sdczqx](?:copy|swap)_k(?:_|$)"
+)
+"""Functions of OpenBLAS that compute nothing: for memory, threads, settings and errors, and those of MOVING. All others
+that it exports are trapped."""
 SHIM = re.compile(r"aoti_torch_(?:cpu|mkldnn)_(\w+)")
 BACKEND = re.compile(r"^structured_|_(?:cpu|sparse|mkldnn|quantized|nested|kernel)|mkldnn|onednn")
 """Marks of a function for one kind of tensors, which is no wrapper around the dispatcher."""
@@ -82,10 +89,10 @@ class Operators(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Addresses at which functions of a library begin."""
+    """Functions of a library that are trapped."""
 
-    computing: tuple[int, ...]
-    moving: tuple[int, ...]
+    computing: tuple[Place, ...]
+    moving: tuple[Place, ...]
 
 
 class LoadedLibrary(NamedTuple):
@@ -112,8 +119,16 @@ def loaded_libraries() -> list[LoadedLibrary]:
     return [LoadedLibrary(path, start, tuple(code.get(path, ()))) for path, start in starts.items()]
 
 
-def functions(path: str) -> Iterator[tuple[str, int]]:
-    """Name and place of every function that a library exports. Layouts are those of elf(5)."""
+class Function(NamedTuple):
+    """A function that a library exports: where it begins in its file, and how many bytes it has."""
+
+    name: str
+    place: int
+    size: int
+
+
+def functions(path: str) -> Iterator[Function]:
+    """Every function that a library exports. Layouts are those of elf(5)."""
     with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
         (table,) = struct.unpack_from("<Q", content, 0x28)
         size, count = struct.unpack_from("<HH", content, 0x3A)
@@ -122,11 +137,12 @@ def functions(path: str) -> Iterator[tuple[str, int]]:
             if section[1] == DYNAMIC_SYMBOLS:
                 strings = sections[section[6]]
                 names = content[strings[4] : strings[4] + strings[5]]
-                for first, kind, _other, where, value, _size in struct.iter_unpack(
+                for first, kind, _other, where, value, length in struct.iter_unpack(
                     "<IBBHQQ", content[section[4] : section[4] + section[5]]
                 ):
                     if kind & 15 == FUNCTION and where != UNDEFINED:
-                        yield names[first : names.index(b"\0", first)].decode(errors="replace"), value
+                        name = names[first : names.index(b"\0", first)].decode(errors="replace")
+                        yield Function(name, value, length)
 
 
 def computes(name: str, operators: Operators) -> bool:
@@ -160,45 +176,58 @@ def operator_of(word: str, operators: Operators) -> str:
 
 @functools.lru_cache(maxsize=4)
 def entry_addresses(operators: Operators) -> dict[LoadedLibrary, Entries]:
-    """By library, the addresses to trap. A third of a second the first time: a template asks before it forks."""
+    """By library, what to trap. A third of a second the first time: a template asks before it forks."""
     found = {}
     for library in loaded_libraries():
         named = list(functions(library.path))
-        computing = {value for name, value in named if computes(name, operators)}
-        moving = {value for name, value in named if MOVING.match(name)}
+        blas = is_openblas(library.path)
+        computing = {one for one in named if computes(one.name, operators) or (blas and not SERVES.match(one.name))}
+        moving = {one for one in named if MOVING.match(one.name)}
         found[library] = Entries(inside(library, computing), inside(library, moving))
     return found
 
 
-def inside(library: LoadedLibrary, values: set[int]) -> tuple[int, ...]:
-    """The addresses of a library's functions that lie in its code."""
-    places = (library.start + value for value in values)
-    return tuple(place for place in places if any(low <= place < high for low, high in library.code))
+def is_openblas(path: str) -> bool:
+    """Whether a file is OpenBLAS: by its own name, or, for Debian's libblas and liblapack, that of its folder."""
+    file = Path(path)
+    of_debian = file.name.startswith(("libblas", "liblapack")) and "openblas" in file.parent.name
+    return of_debian or "openblas" in file.name
+
+
+def inside(library: LoadedLibrary, chosen: set[Function]) -> tuple[Place, ...]:
+    """Those of a library's functions that lie in its code; of names for one place, the longest."""
+    sizes: dict[int, int] = {}
+    for one in chosen:
+        sizes[library.start + one.place] = max(one.size, LONGEST, sizes.get(library.start + one.place, 0))
+    return tuple(
+        Place(start, min(size, high - start))
+        for start, size in sizes.items() for low, high in library.code if low <= start < high
+    )  # fmt: skip
 
 
 def set_traps(operators: Operators, *, moving: bool = False) -> int:
-    """Overwrite the beginnings of all functions that compute, or of those that only copy.
+    """Overwrite all functions that compute, or those that only copy.
 
     Returns how many; 0 on an unknown machine. Where no copies can lie, the process's own pages are written to.
     """
     trap = TRAPS.get(platform.machine())
     if trap is None:
         return 0
-    addresses = [one for some in trapped(operators, moving=moving).values() for one in some]
+    places = [one for some in trapped(operators, moving=moving).values() for one in some]
     copies = prepared(operators, moving)
     left = [(one.start, one.end) for one in copies if not put_in_place(one)] if copies else code_ranges(operators)
     for low, high in left:
-        overwrite(low, high, [one for one in addresses if low <= one < high], trap)
-    return len(addresses)
+        overwrite(low, high, [one for one in places if low <= one.start < high], trap)
+    return len(places)
 
 
-def trapped(operators: Operators, *, moving: bool) -> dict[LoadedLibrary, tuple[int, ...]]:
+def trapped(operators: Operators, *, moving: bool) -> dict[LoadedLibrary, tuple[Place, ...]]:
     """By library, where traps are set; none without any."""
     found = {
         library: entries.moving if moving else entries.computing
         for library, entries in entry_addresses(operators).items()
     }
-    return {library: addresses for library, addresses in found.items() if addresses}
+    return {library: places for library, places in found.items() if places}
 
 
 @functools.lru_cache(maxsize=4)
@@ -209,10 +238,10 @@ def prepared(operators: Operators, moving: bool) -> tuple[Copy, ...]:
     """
     places = {one for entries in entry_addresses(operators).values() for one in entries.computing}
     ranges = []
-    for library, addresses in trapped(operators, moving=moving).items():
-        places |= {*addresses}
+    for library, more in trapped(operators, moving=moving).items():
+        places |= {*more}
         for low, high in library.code:
-            ranges += page_ranges((one for one in addresses if low <= one < high), LONGEST)
+            ranges += page_ranges(one for one in more if low <= one.start < high)
     try:
         return tuple(copied(ranges, places, TRAPS[platform.machine()]))
     except (OSError, AttributeError):
@@ -224,12 +253,12 @@ def code_ranges(operators: Operators) -> list[tuple[int, int]]:
     return [one for library in trapped(operators, moving=False) for one in library.code]
 
 
-def overwrite(low: int, high: int, addresses: Iterable[int], trap: bytes) -> None:
-    """Write the same few bytes to many places in a range of code; nothing where the system refuses that."""
+def overwrite(low: int, high: int, places: Iterable[Place], trap: bytes) -> None:
+    """Fill functions in a range of code with the same few bytes; nothing where the system refuses that."""
     libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t(high - low)
     read_and_run = mmap.PROT_READ | mmap.PROT_EXEC
     if libc.mprotect(ctypes.c_void_p(low), size, read_and_run | mmap.PROT_WRITE):
         return
-    for address in addresses:
-        ctypes.memmove(address, trap, len(trap))
+    for place in places:
+        ctypes.memmove(place.start, filling(trap, place.size), place.size // len(trap) * len(trap))
     libc.mprotect(ctypes.c_void_p(low), size, read_and_run)

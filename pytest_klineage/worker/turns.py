@@ -10,7 +10,14 @@ from typing import NamedTuple
 import torch
 
 from pytest_klineage.worker.comparison import View
-from pytest_klineage.worker.problems import LEAST_AMONG, Plain, Problem, ProblemSet, TransformedProblem
+from pytest_klineage.worker.problems import (
+    LEAST_AMONG,
+    PERTURBED,
+    Plain,
+    Problem,
+    ProblemSet,
+    TransformedProblem,
+)
 from pytest_klineage.worker.rounds import WorkerHandle
 
 NOVEL_EVERY, NOVEL_EVERY_AT_FIRST, FIRST_NOVEL = 4, 2, 12
@@ -77,7 +84,7 @@ class Turns:
         So no kernel can tell by when it is called that this call is not timed.
         """
         view, slot = self.next_view(problems, fresh=fresh, timed=timed)
-        replaceable = checks and not self.schedule.twin_is_next and view.problem is not problems.perturbed_problem
+        replaceable = checks and not self.schedule.twin_is_next and view.problem.input_distribution != PERTURBED
         check = self.schedule.check_if_due(problems.among) if replaceable else None
         if check is not None and any(view.problem is one for one in problems.stock):
             self.schedule.novel_drawn -= 1
@@ -165,7 +172,7 @@ class Schedule:
             return Plain(problems.timed[0]), self.slot(fresh=False)
         if self.perturbed_key is not None:
             key, self.perturbed_key = self.perturbed_key, None
-            return TransformedProblem(problems.perturbed_problem, key), self.last_slot
+            return TransformedProblem(self.random.choice(problems.twins), key), self.last_slot
         key = f"{self.random.getrandbits(128):x}"
         index = self.random.randrange(len(problems.timed))
         if self.random.random() < PERTURBED_SHARE:

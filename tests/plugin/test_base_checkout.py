@@ -38,31 +38,42 @@ def head(tmp_path: Path) -> Path:
 def test_the_older_version_lies_at_the_same_place(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     source = kernel(("k.cpp", "new"), ("k.h", "header"))
-    older = checkout.base_kernel(source, head / "a")
+    older = checkout.base_kernel(source, head / "a", [head / "a" / "k.cpp", head / "a" / "k.h"])
     assert older is not None
     assert [file.text for file in older.files] == ["old a", "old header"]
     assert (older.entry, older.flags, older.label) == ("walk", ("-O2",), "mine")
     assert older.digest != source.digest
 
 
-def test_of_equal_files_the_nearest_one_counts(head: Path) -> None:
+def test_of_equal_files_the_one_that_was_read_counts(head: Path) -> None:
+    """A changed kernel's text written over another one, nearer to the test, must not be compared with that."""
     checkout = BaseCheckout(head, head.parent / "base")
-    found = [checkout.base_kernel(kernel(("k.cpp", "new")), head / folder) for folder in ("a", "b")]
-    assert [source.files[0].text for source in found if source is not None] == ["old a", "old b"]
+    source = kernel(("k.cpp", "new"))
+    found = [checkout.base_kernel(source, head / "a", [head / "a" / ".." / folder / "k.cpp"]) for folder in ("a", "b")]
+    assert [older.files[0].text for older in found if older is not None] == ["old a", "old b"]
+    with pytest.raises(UsageError, match=r"k\.cpp has the text of several files, .*: a/k\.cpp, b/k\.cpp"):
+        checkout.base_kernel(source, head / "a")
+    write(head.parent / "base", b__k_cpp="old a")
+    older = checkout.base_kernel(source, head / "a")
+    assert older is not None
+    assert older.files[0].text == "old a"
 
 
 def test_a_copy_beside_the_test_is_no_new_kernel(head: Path) -> None:
     write(head, tests__k_cpp="new")
-    older = BaseCheckout(head, head.parent / "base").base_kernel(kernel(("k.cpp", "new")), head / "tests")
-    assert older is not None
-    assert older.files[0].text in ("old a", "old b")
+    write(head.parent / "base", b__k_cpp="old a")
+    checkout = BaseCheckout(head, head.parent / "base")
+    for at in ([], [head / "tests" / "k.cpp"]):
+        older = checkout.base_kernel(kernel(("k.cpp", "new")), head / "tests", at)
+        assert older is not None
+        assert older.files[0].text == "old a"
 
 
 def test_a_file_that_the_base_has_not(head: Path) -> None:
     checkout = BaseCheckout(head, head.parent / "base")
     assert checkout.base_kernel(kernel(("fresh.cpp", "fresh")), head) is None
     (head.parent / "base" / "a" / "k.h").unlink()
-    older = checkout.base_kernel(kernel(("k.cpp", "new"), ("k.h", "header")), head / "a")
+    older = checkout.base_kernel(kernel(("k.cpp", "new"), ("k.h", "header")), head / "a", [head / "a" / "k.cpp"])
     assert older is not None
     assert [file.name for file in older.files] == ["k.cpp"]
 
@@ -163,5 +174,6 @@ def test_what_is_no_base(head: Path) -> None:
 
 def test_a_base_that_is_no_text(head: Path) -> None:
     (head.parent / "base" / "a" / "k.cpp").write_bytes(b"\xff\xfe")
+    checkout, path = BaseCheckout(head, head.parent / "base"), head / "a" / "k.cpp"
     with pytest.raises(UsageError, match=r"the base's k\.cpp cannot be read"):
-        BaseCheckout(head, head.parent / "base").base_kernel(kernel(("k.cpp", "new")), head / "a")
+        checkout.base_kernel(kernel(("k.cpp", "new")), head / "a", [path])

@@ -9,8 +9,8 @@ from statistics import median
 import msgspec
 
 from pytest_klineage.gate.timing.policy import Samples
-from pytest_klineage.gate.timing.statistics import quantile
-from pytest_klineage.records import Code, Reason
+from pytest_klineage.gate.timing.statistics import chance_of_as_many, quantile
+from pytest_klineage.records import Code, Reason, Status
 
 GROUPS_APART = 1.5
 """Factor between the medians of two groups above which a message distinguishes them."""
@@ -19,6 +19,9 @@ SMALLEST_GROUP = 0.1
 HOPELESS = 0.5
 """Share of the required speedup below which a kernel fails whatever disturbed its timing."""
 SIDES = ("reference", "candidate")
+SLOW, UNLIKELY = 3.0, 1e-3
+"""A sample, of a call or on a GPU of a block of them, is slow that takes longer than so many medians of its side; and
+how unlikely it is that so many more of the candidate's are, where that counts."""
 
 
 class Groups(msgspec.Struct, frozen=True):
@@ -70,14 +73,47 @@ def clearly_fails(high: float, best: float, at_least: float) -> bool:
     return max(high, best) < HOPELESS * at_least
 
 
+class SlowCalls(msgspec.Struct, frozen=True):
+    """Samples of the candidate that take much longer than most, and what the speedup is with them."""
+
+    count: int
+    samples: int
+    by_sums: float
+
+
+def own_slow_calls(samples: Samples) -> SlowCalls | None:
+    """The candidate's slow calls, where they are its own; None where they may be the machine's.
+
+    More of its calls than of the reference's are slow, in medians of each side. And more last longer by half as much
+    as its slow ones do in the median: what the machine adds to a short call it adds to a long one as well.
+    """
+    reference, candidate = samples.reference, samples.candidate
+    middle, usual = median(candidate), median(reference)
+    slow = [value - middle for value in candidate if value > SLOW * middle]
+    if not slow:
+        return None
+    longer = median(slow) / 2
+    counts = (
+        (len(slow), sum(value > SLOW * usual for value in reference)),
+        (sum(value - middle > longer for value in candidate), sum(value - usual > longer for value in reference)),
+    )
+    if max(chance_of_as_many(own, len(candidate), other, len(reference)) for own, other in counts) >= UNLIKELY:
+        return None
+    return SlowCalls(len(slow), len(candidate), sum(reference) / sum(candidate))
+
+
 def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: float, limit: float) -> Reason:
     """The reason of a timing, made inconclusive where its times do not allow a hard verdict.
 
     That is where a side's quartiles differ by more than a factor of `limit`; and for `slower`, where the interval's
     ends do. A kernel that clearly fails is slower all the same, and so is one that alone scatters and is below the
     least speedup that is accepted, the `line`, at its best: no disturbance that the reference has not seen excuses it.
+    Medians and quartiles do not see a few slow calls: where these are the candidate's own and put the speedup of all
+    calls below the line, it is not accepted.
     """
     unstable = [side for side in SIDES if is_unstable(getattr(samples, side), limit)]
+    if not unstable and timed.code.status is Status.ACCEPTED and (slow := own_slow_calls(samples)):
+        return timed if slow.by_sums >= line else by_sums_reason(timed, slow, line)
     low, high = (float(timed.evidence[end]) for end in ("low", "high"))
     too_wide = timed.code is Code.SLOWER_THAN_REQUIRED and high > limit * low
     if not (unstable or too_wide):
@@ -92,6 +128,17 @@ def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: flo
     return Reason(
         code=Code.INCONCLUSIVE_UNSTABLE, message=message, evidence={**timed.evidence, "unstable": ", ".join(unstable)}
     )
+
+
+def by_sums_reason(timed: Reason, slow: SlowCalls, line: float) -> Reason:
+    """Why a kernel that its median would accept is not."""
+    message = (
+        f"{slow.count} of {slow.samples} samples of the candidate took over {SLOW:g} times its median, far more than "
+        f"of the reference: {slow.by_sums:.3g}x by the sums of all samples, below {line:.3g}x; measured: "
+        f"{timed.message}"
+    )
+    evidence = {**timed.evidence, "unstable": "candidate", "slow_calls": slow.count, "by_sums": slow.by_sums}
+    return Reason(code=Code.INCONCLUSIVE_UNSTABLE, message=message, evidence=evidence)
 
 
 def what_was_seen(side: str, samples_ms: Sequence[float]) -> str:

@@ -65,6 +65,21 @@ def paired_interval(
     return Interval(math.exp(estimate), math.exp(low), math.exp(high), confidence)
 
 
+def chance_of_as_many(first: int, of_first: int, second: int, of_second: int) -> float:
+    """Fisher's exact test, one-sided: how likely as many as `first` of `of_first` are, or more, by chance alone.
+
+    That is where all that are counted, `first` and `second`, are dealt out at random among `of_first` and `of_second`.
+    Raises ValueError for counts that cannot be.
+    """
+    if not (0 <= first <= of_first and 0 <= second <= of_second):
+        raise ValueError(f"{first} of {of_first} and {second} of {of_second} are no counts")
+    counted = first + second
+    ways = sum(
+        math.comb(of_first, n) * math.comb(of_second, counted - n) for n in range(first, min(of_first, counted) + 1)
+    )
+    return ways / math.comb(of_first + of_second, counted)
+
+
 def start_factor(starts: int) -> float:
     """By how much an interval over so many starts is wider than its bootstrap.
 

@@ -29,10 +29,11 @@ class AgainstBase:
         self._base = BaseCheckout(session.config.rootpath, folder)
 
     def compare(
-        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...]
-    ) -> Comparison:
-        """Judge the kernel against the base's version of it, where there is one that differs."""
-        found = self._older(item, source, verdict)
+        self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict, platforms: tuple[str, ...],
+        paths: tuple[Path, ...],
+    ) -> Comparison:  # fmt: skip
+        """Judge the kernel, whose files lie at `paths`, against the base's version of it, where one differs."""
+        found = self._older(item, source, verdict, paths)
         if isinstance(found, tuple):
             outcome, message = found
         else:
@@ -44,7 +45,7 @@ class AgainstBase:
                 # A fault of ours is no finding about the kernel, and must not pass for one.
                 pytest.fail(f"klineage: the comparison with the base failed: {error}", pytrace=False)
             else:
-                return placed(made, *self._location(item, source))
+                return placed(made, *self._location(item, source, paths))
         return finding(item.nodeid, verdict, "base", self._margin, outcome, message)
 
     def _judged(
@@ -68,22 +69,22 @@ class AgainstBase:
                 return made
 
     def _older(
-        self, item: pytest.Item, source: KernelSource, verdict: Verdict
+        self, item: pytest.Item, source: KernelSource, verdict: Verdict, paths: tuple[Path, ...]
     ) -> KernelSource | tuple[ComparisonOutcome, str]:
         """The base's version of a kernel; or why there is nothing to judge it against."""
         if not verdict.scored:
             return ComparisonOutcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
         try:
-            older = self._base.base_kernel(source, item.path.parent)
+            older = self._base.base_kernel(source, item.path.parent, paths)
         except UsageError as error:
             return ComparisonOutcome.NO_SOURCE, str(error)
         if older is None:
             return ComparisonOutcome.NEW, "the base has no such kernel"
         return (ComparisonOutcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
 
-    def _location(self, item: pytest.Item, source: KernelSource) -> tuple[str, int | None]:
+    def _location(self, item: pytest.Item, source: KernelSource, paths: tuple[Path, ...]) -> tuple[str, int | None]:
         """The kernel's own file, or the test where it lies outside of pytest's root directory."""
-        path = self._base.files.locate(source.files[0], item.path.parent)
+        path = paths[0].resolve() if paths else self._base.files.locate(source.files[0], item.path.parent)
         root = self._session.config.rootpath.resolve()
         if path is None or not path.is_relative_to(root):
             return item.location[:2]

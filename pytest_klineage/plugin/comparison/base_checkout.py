@@ -1,17 +1,18 @@
 """The base of a pull request: which file of another checkout is the older version of a kernel.
 
-A gate is given a kernel's text, not its path: suites read kernels in their own ways. The file is found by name and
-text in the head's tree, and the base has its older version at the same place; that of a file that was renamed or moved
-is the most alike of those that only the base has.
+Suites may hand over a kernel's text alone, not its path: then the file is found by name and text in the head's tree.
+The base has its older version at the same place; that of a file that was renamed or moved is the most alike of those
+that only the base has.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -81,14 +82,15 @@ class BaseCheckout:
         self.files = KernelFiles(head, without=self.base)
         self._older_files = KernelFiles(self.base)
 
-    def base_kernel(self, source: KernelSource, near: Path) -> KernelSource | None:
+    def base_kernel(self, source: KernelSource, near: Path, at: Sequence[Path] = ()) -> KernelSource | None:
         """The base's version of a kernel, with the head's entry and flags; None when the base has no such file.
 
-        Raises UsageError when the kernel has no file in the head, or the base's cannot be read.
+        The kernel's files lie at `at`, where that is known, in the source's order. Raises UsageError when the kernel
+        has no file in the head, when it may be any of several of the base, or the base's cannot be read.
         """
         if source.main is None:
             raise UsageError("an installed module has no file that the base could have another version of")
-        paths = [self._older(file, near) for file in source.files]
+        paths = [self._older(file, near, path) for file, path in zip_longest(source.files, at)]
         if paths[0] is None:
             return None
         files = [read(path) for path in paths if path is not None]
@@ -97,13 +99,27 @@ class BaseCheckout:
             return older
         return msgspec.structs.replace(older, files=(*files, *named_beside([path for path in paths if path])))
 
-    def _older(self, file: SourceFile, near: Path) -> Path | None:
+    def _older(self, file: SourceFile, near: Path, at: Path | None) -> Path | None:
+        if at is not None and (own := self._at_the_same_place(at)) is not None:
+            return own
         places = self.files.places(file, near)
         if not places:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
         # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
-        there = (self.base / path.relative_to(self.files.root) for path in places)
-        return next((path for path in there if path.is_file()), None) or self._renamed(file)
+        there = [older for path in places if (older := self._at_the_same_place(path)) is not None]
+        if len({_text(path) for path in there}) > 1:
+            # The text of a changed kernel may have been written over another one of its name, which was slower.
+            names = ", ".join(str(path.relative_to(self.base)) for path in there)
+            raise UsageError(f"{file.name} has the text of several files, which differ in the base: {names}")
+        return there[0] if there else self._renamed(file)
+
+    def _at_the_same_place(self, path: Path) -> Path | None:
+        """The base's file at the place of one of the head's, if it has one."""
+        resolved = path.resolve()
+        if not resolved.is_relative_to(self.files.root):
+            return None
+        there = self.base / resolved.relative_to(self.files.root)
+        return there if there.is_file() else None
 
     def _renamed(self, file: SourceFile) -> Path | None:
         """What the head's file was called in the base, if anything; the most alike, then the first by name."""

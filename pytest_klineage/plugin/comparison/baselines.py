@@ -16,6 +16,8 @@ from pytest_klineage.plugin.comparison.plan import AGAIN_KEY, Plan, read_plan
 from pytest_klineage.plugin.hooks import REPORT_ATTRIBUTE
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pytest_klineage.plugin.comparison.comparing import Collector
     from pytest_klineage.plugin.session import KlineageSession
     from pytest_klineage.records import KernelCase, KernelSource, Verdict
@@ -70,12 +72,12 @@ class BaselineHooks:
     @pytest.hookimpl(optionalhook=True)
     def pytest_klineage_judged(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,
-        reference_source: KernelSource | None, platforms: tuple[str, ...],
+        reference_source: KernelSource | None, platforms: tuple[str, ...], paths: tuple[Path, ...],
     ) -> None:  # fmt: skip
         """Compare the kernel with its pin and with the base's version of it, while there is a gate to judge again."""
         self._pins.judged(item, case, source, verdict, reference_source, platforms)
         if self._base is not None:
-            made = self._base.compare(item, case, source, verdict, platforms)
+            made = self._base.compare(item, case, source, verdict, platforms, paths)
             item.stash.setdefault(PAIRED_KEY, []).append(made)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

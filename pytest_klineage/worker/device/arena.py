@@ -34,6 +34,8 @@ class DeviceArena:
         slots = max(LEAST_SLOTS, min(most, ARENA_BYTES // one))
         planned = plan(signature, num_slots=slots, alignment=ALIGNMENT)
         self.memory, self.fd = memory.allocate(planned.num_bytes)
+        self.fds = [self.fd]
+        self.read_only: tuple[tuple[int, int], ...] = ()
         self.arena = msgspec.structs.replace(planned, num_bytes=self.memory.num_bytes)
         self.pattern = torch.randint(256, (GUARD_BYTES,), dtype=torch.uint8, device="cuda")
         self.views = [

@@ -16,6 +16,7 @@ from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, T
 from pytest_klineage.surfaces.base import Memory
 from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker.host.digest import output_digest
+from pytest_klineage.worker.host.read_only import input_pages, sealed_file
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,10 @@ class OracleArena(Protocol):
     """The oracle's side of one arena, in host or device memory."""
 
     arena: Arena
-    fd: int
+    fds: list[int]
+    """What a worker maps: all of it, then the inputs, where those are for reading alone."""
+    read_only: tuple[tuple[int, int], ...]
+    """The pages of those, see `read_only`."""
     worker_address: int
     copy_ns: int
     """Time to copy all outputs once."""
@@ -100,7 +104,8 @@ class OracleArena(Protocol):
 class SharedArena:
     """The oracle's side of one arena in host memory."""
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(self, signature: Signature, *, read_only: bool = False) -> None:
+        """With `read_only`, a worker can map inputs for reading alone."""
         self.arena = plan(signature)
         self.fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.arena.num_bytes)
@@ -108,6 +113,10 @@ class SharedArena:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.buffer = mmap.mmap(self.fd, self.arena.num_bytes)
         self.memory = Memory(self.buffer)
+        pages = tuple(input_pages(self.arena)) if read_only else ()
+        sealed = sealed_file(self.memory.address, self.arena.num_bytes, pages, self.fd) if pages else None
+        self.fds = [self.fd] if sealed is None else [self.fd, sealed]
+        self.read_only: tuple[tuple[int, int], ...] = () if sealed is None else pages
         self.pattern = secrets.token_bytes(GUARD_BYTES)
         self.guards = [
             position
@@ -157,8 +166,9 @@ class SharedArena:
         return output_digest(memoryview(self.buffer), self.arena.slots[slot], nonce)
 
     def close(self) -> None:
-        """Give the descriptor back; the mapping goes with the last tensor over it."""
-        os.close(self.fd)
+        """Give the descriptors back; the mapping goes with the last tensor over it."""
+        for fd in self.fds:
+            os.close(fd)
 
 
 def poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> None:

@@ -27,6 +27,7 @@ from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, Me
 from pytest_klineage.worker.failures import describe
 from pytest_klineage.worker.host.digest import output_digest
 from pytest_klineage.worker.host.float_control import FloatControl
+from pytest_klineage.worker.host.read_only import keep_for_reading
 
 REFUSED_SHOWN = 8
 """Refused operators that an answer names."""
@@ -38,9 +39,12 @@ REFUSAL = "pytest_klineage.worker.sandbox.refusal"
 class Mapping:
     """One mapped arena with a bound call per slot."""
 
-    def __init__(self, message: Map, fd: int, kernel: LoadedKernel) -> None:
-        self.memory = Memory(mmap.mmap(fd, message.arena.num_bytes))
-        os.close(fd)
+    def __init__(self, message: Map, fds: list[int], kernel: LoadedKernel) -> None:
+        self.memory = Memory(mmap.mmap(fds[0], message.arena.num_bytes))
+        if message.read_only:
+            keep_for_reading(self.memory.address, fds[1], message.read_only)
+        for fd in fds:
+            os.close(fd)
         self.slots = message.arena.slots
         self._view = memoryview(self.memory.buffer)
         self.calls: list[Invoke] = [kernel.bind(self.memory, slot, message.arena.scalars) for slot in self.slots]
@@ -53,14 +57,17 @@ class Mapping:
 class CallLoop:
     """Serves Map and Run requests of the oracle."""
 
-    def __init__(self, channel: Channel, kernel: LoadedKernel, after_first: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, channel: Channel, kernel: LoadedKernel, after_first: Callable[[], None] | None = None,
+        float_control: FloatControl | None = None,
+    ) -> None:  # fmt: skip
         self.channel, self.kernel, self._after_first = channel, kernel, after_first
         self.arenas: list[Any] = []
         """Mappings; a GPU's loop has its own kind."""
         self.results: deque[Any] = deque()
         """What earlier calls returned, the oldest first, kept alive so that a buffer that is used again is seen."""
         self._materialise = materialise_if_needed()
-        self._float_control = FloatControl()
+        self._float_control = float_control or FloatControl()
 
     def serve(self) -> None:
         """Answer until asked to stop or until the oracle is gone."""
@@ -80,7 +87,8 @@ class CallLoop:
 
     def map(self, request: Map) -> None:
         """Map an arena and bind a call to each of its slots."""
-        mapping = Mapping(request, self.channel.take_fd(), self.kernel)
+        fds = [self.channel.take_fd() for _ in range(2 if request.read_only else 1)]
+        mapping = Mapping(request, fds, self.kernel)
         self.arenas.append(mapping)
         self.channel.send(Mapped(address=mapping.memory.address))
 

@@ -10,6 +10,8 @@ import platform
 import struct
 from collections.abc import Callable
 
+from pytest_klineage.records.messages import FLOAT_CONTROL
+
 WORDS = struct.Struct("<8I")
 """As much of a C library's `fenv_t` as is looked at."""
 MASKS: dict[str, dict[int, tuple[int, ...]]] = {
@@ -36,6 +38,17 @@ class FloatControl:
             differing = now[word] ^ self._before[word]
             found |= sum(1 << i for i, mask in enumerate(masks) if differing & mask)
         return found
+
+    def keep(self, name: str) -> bool:
+        """Take one of FLOAT_CONTROL for what it was from the start. Returns whether it had changed."""
+        bit = FLOAT_CONTROL.index(name)
+        if not self.changed() >> bit & 1:
+            return False
+        before = list(self._before)
+        for word, masks in self._masks.items():
+            before[word] ^= masks[bit] & (before[word] ^ self._now()[word])
+        self._before = tuple(before)
+        return True
 
     def _now(self) -> tuple[int, ...]:
         if READ is None or READ(self._environment):

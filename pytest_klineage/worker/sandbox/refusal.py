@@ -132,7 +132,7 @@ IN_FORCE: list[bool] = []
 """Not empty once this process refuses."""
 COPIED: list[bool] = []
 """Not empty once it refuses copies as well."""
-COPIES_REFUSED = 'the definition only moves bytes or truncates; a kernel of its own (library="forbid") does that itself'
+COPIES_REFUSED = 'the definition only moves bytes or casts; a kernel of its own (library="forbid") does that itself'
 REFUSED: set[str] = set()
 """Operators that were called in this process and refused, also where a candidate caught what they raised."""
 

@@ -11,7 +11,7 @@ import torch
 from pytest_klineage import UsageError, operator
 from pytest_klineage.channel import Channel
 from pytest_klineage.operators import OpenOperator, further, make_case, operator_of
-from pytest_klineage.operators.changes import CHANGES, COMPARED, INTEGERS, PAIRED
+from pytest_klineage.operators.changes import ALONE, CHANGES, COMPARED, INTEGERS, PAIRED, WHOLE
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -23,7 +23,7 @@ from pytest_klineage.worker.turns import Turns
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors
 
-ALL = tuple(name for name in CHANGES if name not in (*INTEGERS, COMPARED))
+ALL = tuple(f"{name}:x" if name == ALONE else name for name in CHANGES if name not in (*INTEGERS, COMPARED))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -74,6 +74,10 @@ def power(x: torch.Tensor, *, negated: bool = False, exponent: int = 2, mode: st
     return (-1 if negated else 1) * x**exponent
 
 
+def larger_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.maximum(x, y)
+
+
 def norm_by(x: torch.Tensor, w: torch.Tensor, way: str) -> torch.Tensor:
     """Layer norms as honest authors write them, in single precision."""
     wide, size = x.float(), x.shape[1]
@@ -90,9 +94,12 @@ def norm_by(x: torch.Tensor, w: torch.Tensor, way: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_usual_operators_have_all(dtype: str) -> None:
-    assert checked(make_case(softmax, (17, 40), dtype, "torch")) == ([*ALL], [])
+    # Beside a mean of 100 the 8 bits of a bf16 hold nothing of a spread of one.
+    left = ["not checked with far: another answer passes"] if dtype == "bf16" else []
+    usual = [name for name in ALL if not left or name != "far"]
+    assert checked(make_case(softmax, (17, 40), dtype, "torch")) == (usual, left)
     names, absent = checked(make_case(layer_norm, (16, 40), dtype, "torch"))
-    assert (names[:-3], absent) == ([*ALL], [])
+    assert (sorted(names[:-3]), absent) == (sorted([*usual, "alone:w"]), left)
     half, ten_times, beyond_one = (float(name.removeprefix("eps=")) for name in names[-3:])
     assert 0.5 <= half <= 0.626
     assert 1e-4 <= ten_times <= 1.26e-4
@@ -224,6 +231,48 @@ def test_what_the_definition_does_not_allow_is_left_out() -> None:
     assert "large" in names
 
 
+def test_one_input_alone_is_large() -> None:
+    @operator("x[M,N], n[M]: int32, s[] -> y[M,N]", dtypes=("fp32", "fp16"))
+    def scaled(x: torch.Tensor, n: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return x * s + n[:, None]
+
+    for dtype, largest in (("fp32", 1e6), ("fp16", 1e3)):
+        found = opened(make_case(scaled, (8, 50), dtype, "torch")).checks
+        inputs = {check.input_distribution: check.inputs for check in found if isinstance(check, Problem)}
+        assert [name for name in inputs if name.startswith(ALONE)] == ["alone:x", "alone:s"]
+        rows = inputs["alone:x"]["x"].float().abs().mean(1)
+        assert int((rows > largest / 10).sum()) == (2 if largest > 1e3 else 8)
+        assert rows.min() > 100
+        assert float(inputs["alone:x"]["s"].abs()) < 10
+        assert float(inputs["alone:s"]["x"].abs().max()) < 10
+
+
+def test_all_of_a_types_range_is_for_comparisons() -> None:
+    def inputs(function: Any) -> dict[str, Tensors]:
+        chosen = operator("x[N]: int32, y[N]: int32 -> z[N]: int32", name="some")(function)
+        found = opened(make_case(chosen, (500,), "fp32", "torch")).checks
+        return {check.input_distribution: check.inputs for check in found if isinstance(check, Problem)}
+
+    found = inputs(larger_of)[WHOLE]
+    for tensor in found.values():
+        assert {-(2**31), 2**31 - 1} <= {*tensor.tolist()}
+    assert (found["x"].long() - found["y"]).abs().max() > 2**31
+    for function in (lambda x, y: x - y, lambda x, y: x.abs().maximum(y), lambda x, y: x.where(x.float() < y, y)):
+        assert WHOLE not in inputs(function)
+
+
+def test_a_difference_in_the_place_of_a_comparison_is_seen() -> None:
+    chosen = operator("x[N]: int32, y[N]: int32 -> z[N]: int32", name="greater")(larger_of)
+    case = make_case(chosen, (500,), "fp32", "torch")
+    chosen.examine(case, chosen.make_inputs(case, generator(1), "well_conditioned"))
+    found = chosen.further_problem(case, WHOLE, generator(3), another_answer(chosen, case))
+    assert not isinstance(found, str)
+    inputs, expected = found
+    difference = inputs["x"] - inputs["y"]
+    assert not expected.accepts({"z": inputs["x"] - (difference & (difference >> 31))})
+    assert expected.accepts({"z": torch.maximum(inputs["x"], inputs["y"])})
+
+
 def test_integers_that_rounding_decides_are_left_out() -> None:
     names, absent = checked(make_case(best, (20, 30), "fp32", "torch"))
     assert "large" in names
@@ -328,9 +377,13 @@ def problem(case: KernelCase, name: str) -> Expected:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("way", ["one_pass", "backwards", "tree"])
 def test_honest_norms_pass_everywhere(way: str, name: str, dtype: str) -> None:
+    if (name, dtype) == ("far", "bf16"):
+        pytest.skip("left out: another answer passes")
     expected = problem(make_case(layer_norm, (16, 256), dtype, "torch"), name)
     inputs = expected.inputs
-    assert expected.accepts({"y": norm_by(inputs["x"], inputs["w"], way)})
+    # Beside a mean of a thousand spreads the squares of a float32 hold nothing of the variance.
+    hopeless = (way, name, dtype) == ("one_pass", "far", "fp32")
+    assert expected.accepts({"y": norm_by(inputs["x"], inputs["w"], way)}) is not hopeless
 
 
 def test_a_statistic_that_is_left_out_is_seen() -> None:

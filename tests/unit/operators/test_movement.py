@@ -101,6 +101,30 @@ def both(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     return x & z
 
 
+@operator("x[M,N]: int32 < 3 -> y[N,M]: bool", dtypes=("fp32",))
+def not_zero(x: torch.Tensor) -> torch.Tensor:
+    """A cast to booleans, written as a comparison."""
+    return x.t() != 0
+
+
+@operator("x[M,N]: int32 -> y[M,N]: uint8", dtypes=("fp32",))
+def low_byte(x: torch.Tensor) -> torch.Tensor:
+    """A cast to fewer bits, written as a choice of bits."""
+    return x & 255
+
+
+@operator("x[M,N]: int32 -> y[M,N]: bool, z[M,N]: int32", dtypes=("fp32",))
+def cast_and_more(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A cast is a part of the work alone."""
+    return x != 0, x ^ 1
+
+
+@operator("x[M,N]: int32 < 3 -> y[M,N]: bool", dtypes=("fp32",))
+def above_one(x: torch.Tensor) -> torch.Tensor:
+    """No cast, which takes 1 for true."""
+    return x > 1
+
+
 def only_moves(chosen: OpenOperator, shape: tuple[int, ...]) -> bool:
     case = make_case(chosen, shape, "fp32", "torch")
     return ProblemSet(OpenCase(case=case, secret="s", seeds=1, flush_bytes=0, threads=1)).only_moves
@@ -110,12 +134,12 @@ def only_moves(chosen: OpenOperator, shape: tuple[int, ...]) -> bool:
     ("chosen", "shape"),
     [(transposed, (24, 16)), (by_a_product, (24, 16)), (padded, (24, 16)), (looked_up, (24, 16, 8)),
      (converted, (24, 16)), (few_values, (24, 16)), (kept_rows, (24, 16)), (blanked, (24, 16)), (truncated, (24, 16)),
-     (towards_zero, (24, 16))],
+     (towards_zero, (24, 16)), (not_zero, (24, 16)), (low_byte, (24, 16))],
 )  # fmt: skip
 def test_moved_bytes_are_known(chosen: OpenOperator, shape: tuple[int, ...]) -> None:
     assert only_moves(chosen, shape)
 
 
-@pytest.mark.parametrize("chosen", [largest, larger, with_energy, both, rounded])
+@pytest.mark.parametrize("chosen", [largest, larger, with_energy, both, rounded, cast_and_more, above_one])
 def test_computed_elements_are_no_moves(chosen: OpenOperator) -> None:
     assert not only_moves(chosen, (24, 16))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import msgspec
 import pytest
 import torch
 
@@ -88,6 +89,19 @@ def test_conv2d(stride: int, pad: int, size: int) -> None:
                     if 0 <= height < 9 and 0 <= width < 7:
                         y[:, :, p, q] += image[:, :, height, width] @ w[:, :, r, s].T
     assert close(OPERATORS["conv2d"].oracle(case, x)["y"], y)
+
+
+@pytest.mark.parametrize(("stride", "pad", "size"), [(1, 2, 3), (3, 2, 4), (5, 0, 2), (2, 5, 2)])
+def test_conv2d_is_perturbed_where_some_output_reads(stride: int, pad: int, size: int) -> None:
+    case = make_case("conv2d", (1, 2, 6, 4, 3, 3, 1, 1), "fp32", "torch")
+    # Past the check that less is padded than the filter is wide: outputs may lie wholly in the padding.
+    case = msgspec.structs.replace(case, shape={**case.shape, "K": size, "stride": stride, "pad": pad})
+    chosen, x = OPERATORS["conv2d"], draw(case, "well_conditioned")
+    y = chosen.oracle(case, x)["y"]
+    for seed in range(60):
+        changed = chosen.perturb(case, x, torch.Generator().manual_seed(seed))
+        assert sum(int((changed[name] != x[name]).sum()) for name in x) == 1
+        assert not torch.equal(chosen.oracle(case, changed)["y"], y)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import platform
 import subprocess
 import sys
 
 import pytest
 
-from pytest_klineage.worker.code_copies import PAGE, page_ranges
+from pytest_klineage.worker.code_copies import PAGE, Place, copied, page_ranges
 
 SCRIPT = """
 import ctypes, sys
@@ -19,7 +21,8 @@ libm, libc = ctypes.CDLL("libm.so.6"), ctypes.CDLL(None, use_errno=True)
 libm.cos.restype = ctypes.c_double
 address = ctypes.cast(libm.erf, ctypes.c_void_p).value
 before = ctypes.string_at(address, 4)
-(copy,) = code_copies.copied(code_copies.page_ranges([address], 4), [address], MARK)
+place = code_copies.Place(address, 4)
+(copy,) = code_copies.copied(code_copies.page_ranges([place]), [place], MARK)
 assert ctypes.string_at(copy.waiting + address - copy.start, 4) == MARK
 assert ctypes.string_at(address, 4) == before
 assert code_copies.put_in_place(copy)
@@ -84,9 +87,21 @@ def test_without_being_kept_it_is_gone(attempt: str) -> None:
 
 def test_near_places_lie_in_one_range() -> None:
     base = 1000 * PAGE
-    places = [base, base + PAGE - 1, base + 5 * PAGE, base + 100 * PAGE]
-    assert page_ranges(places, 2, gap=3 * PAGE) == [
+    starts = [base, base + PAGE - 1, base + 5 * PAGE, base + 100 * PAGE]
+    places = [Place(start, 2) for start in starts]
+    assert page_ranges(places, gap=3 * PAGE) == [
         (base, base + 2 * PAGE), (base + 5 * PAGE, base + 6 * PAGE), (base + 100 * PAGE, base + 101 * PAGE),
     ]  # fmt: skip
-    assert page_ranges(places, 2, gap=4 * PAGE)[0] == (base, base + 6 * PAGE)
-    assert page_ranges([], 2) == []
+    assert page_ranges(places, gap=4 * PAGE)[0] == (base, base + 6 * PAGE)
+    assert page_ranges([Place(base + 1, 2 * PAGE)]) == [(base, base + 3 * PAGE)]
+    assert page_ranges([]) == []
+
+
+def test_places_are_filled_to_their_end() -> None:
+    own = mmap.mmap(-1, 4 * PAGE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(own))
+    places = [Place(start + PAGE - 3, 7), Place(start + 2 * PAGE - 2, 100)]
+    (copy,) = copied([(start + PAGE, start + 2 * PAGE)], places, b"ab")
+    # The first one's marks are at odd distances from the range, the second one's end is in another range.
+    assert ctypes.string_at(copy.waiting, 5) == b"bab\0\0"
+    assert ctypes.string_at(copy.waiting + PAGE - 4, 4) == b"\0\0ab"

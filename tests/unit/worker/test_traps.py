@@ -8,13 +8,26 @@ import sys
 
 import pytest
 
-from pytest_klineage.worker.traps import MOVING, Operators, computes, operator_of
+from pytest_klineage.worker.traps import MOVING, SERVES, Operators, computes, is_openblas, operator_of
 
 OPERATORS = Operators(
     computing=frozenset({"mm", "add", "addmm", "topk", "_softmax", "copysign", "linalg_qr", "sum"}),
     composed=frozenset({"sum", "matmul"}),
     harmless=frozenset({"copy", "copy_", "empty", "view", "matmul", "to", "fill"}),
 )
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/venv/numpy.libs/libscipy_openblas64_-32a4b2a6.so", True),
+        ("/usr/lib/x86_64-linux-gnu/openblas-pthread/libblas.so.3", True),
+        ("/home/u/openblas-bench/.venv/lib/torch/lib/libtorch_cpu.so", False),
+        ("/opt/openblas/libtorch_cpu.so", False),
+    ],
+)
+def test_openblas_is_known_by_its_file(path: str, *, expected: bool) -> None:
+    assert is_openblas(path) is expected
 
 
 @pytest.mark.parametrize(
@@ -72,6 +85,25 @@ def test_what_copies_is_known_by_its_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["_ZN2at6native8copysignERKNS_6TensorE", "memcpy", "_ZN2at6native5fill_ERNS_6TensorE"])
 def test_other_names_are_not_those_of_copies(name: str) -> None:
     assert not MOVING.match(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["_init", "_fini", "blas_memory_alloc", "blas_thread_shutdown_", "exec_blas_async", "gotoblas_quit",
+     "get_num_procs", "openblas_fork_handler", "scipy_openblas_get_config64_", "__xerbla", "scipy_cblas_xerbla64_",
+     "scipy_scopy_64_", "scipy_cblas_zswap64_", "qcopy_k_HASWELL"],
+)  # fmt: skip
+def test_what_serves_a_blas_is_left_alone(name: str) -> None:
+    assert SERVES.match(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scipy_cblas_ismax64_", "isamax_k_HASWELL", "iqmin_", "chemv_L_HASWELL", "sgbmv_thread_n", "qdot_k_HASWELL",
+     "dlaswp_plus", "scipy_LAPACKE_cgetrf_work64_", "blas_level1_thread", "scipy_openblas"],
+)  # fmt: skip
+def test_all_else_of_a_blas_is_trapped(name: str) -> None:
+    assert not SERVES.match(name)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +172,17 @@ for line in Path("/proc/self/maps").read_text().splitlines():
 @pytest.mark.parametrize("more", ["", DROPPED], ids=["at-once", "after-dropping-pages"])
 def test_the_static_runtime_crashes_where_it_would_compute(more: str) -> None:
     assert crashed(SCRIPT.replace("MORE", more))
+
+
+BEHIND = """
+library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+product = getattr(library, "_ZN2at6native21structured_mm_out_cpu4implERKNS_6TensorES4_S4_")
+ctypes.CFUNCTYPE(None)(ctypes.cast(product, ctypes.c_void_p).value + 8)()
+"""
+
+
+def test_behind_a_functions_beginning_there_are_traps() -> None:
+    assert crashed(SCRIPT.replace("MORE", "from pathlib import Path" + BEHIND))
 
 
 FORKED = """

@@ -10,7 +10,7 @@ import pytest
 from pytest_klineage.gate.findings import busy_reason, timing_reason
 from pytest_klineage.gate.host.neighbours import busy_gpu_reason
 from pytest_klineage.gate.timing.policy import Measurement, Samples
-from pytest_klineage.gate.timing.stability import is_unstable, steady_reason, two_groups, what_was_seen
+from pytest_klineage.gate.timing.stability import is_unstable, own_slow_calls, steady_reason, two_groups, what_was_seen
 from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Neighbours, Reason, Status, Verdict
 from pytest_klineage.records.device import GpuProcess
 
@@ -142,6 +142,54 @@ class TestItsOwnNoise:
 
     def test_an_accepted_one_is_open_all_the_same(self) -> None:
         assert judged(1.2, 1.3, candidate=self.NOISY).code is Code.INCONCLUSIVE_UNSTABLE
+
+
+class TestRareSlowCalls:
+    """Neither the median nor the quartiles see them: they count where they are the candidate's own."""
+
+    FAST = tuple(0.4 + 0.001 * (n % 9) for n in range(240))
+    RARE = tuple(60.0 if n % 12 == 5 else value for n, value in enumerate(FAST))
+    STEADY = tuple(1.0 + 0.01 * (n % 9) for n in range(240))
+
+    def test_an_accepted_kernel_slower_by_its_sums_is_unstable(self) -> None:
+        reason = judged(2.2, 2.4, reference=self.STEADY, candidate=self.RARE)
+        assert reason.code is Code.INCONCLUSIVE_UNSTABLE
+        assert "20 of 240 samples of the candidate took over 3 times its median" in reason.message
+        assert "0.194x by the sums of all samples, below 0.95" in reason.message
+        assert reason.evidence["slow_calls"] == 20
+        assert reason.evidence["by_sums"] == pytest.approx(0.193, abs=0.001)
+
+    def test_one_that_is_slower_already_stays_so(self) -> None:
+        assert judged(0.5, 0.6, reference=self.STEADY, candidate=self.RARE).code is Code.SLOWER_THAN_REQUIRED
+
+    def test_slow_calls_that_leave_it_fast_enough_do_not_matter(self) -> None:
+        rare = [8 * value if n % 12 == 5 else value for n, value in enumerate(self.FAST)]
+        assert judged(2.2, 2.4, reference=self.STEADY, candidate=rare).code is Code.ACCEPTED_FASTER
+        assert judged(2.2, 2.4, at_least=2.0, reference=self.STEADY, candidate=rare).code is Code.INCONCLUSIVE_UNSTABLE
+
+    def test_nor_do_so_few_that_they_may_be_chance(self) -> None:
+        few = [600.0 if n in (7, 90, 200) else value for n, value in enumerate(self.FAST)]
+        assert judged(2.2, 2.4, reference=self.STEADY, candidate=few).code is Code.ACCEPTED_FASTER
+
+    def test_a_machine_that_disturbs_both_sides_accuses_nobody(self) -> None:
+        draw = random.Random(5)
+        for _ in range(60):
+            share, lost = draw.uniform(0.02, 0.2), draw.uniform(0.5, 60.0)
+            reference, candidate = (
+                [value + (lost if draw.random() < share else 0.0) for value in side]
+                for side in (self.STEADY, self.FAST)
+            )
+            assert own_slow_calls(Samples(reference=reference, candidate=candidate)) is None
+
+    def test_nor_one_whose_disturbance_is_short_beside_the_reference(self) -> None:
+        """0.5 ms more are two medians of a call of 0.2 ms, and little beside one of 5 ms: both have them as often."""
+        draw = random.Random(6)
+        long = [5.0 + (0.5 if draw.random() < 0.2 else 0.0) for _ in range(240)]
+        short = [0.2 + (0.5 if draw.random() < 0.2 else 0.0) for _ in range(240)]
+        assert own_slow_calls(Samples(reference=long, candidate=short)) is None
+
+    def test_without_slow_calls_there_is_nothing_to_say(self) -> None:
+        assert own_slow_calls(Samples(reference=[*self.STEADY], candidate=[*self.FAST])) is None
 
 
 def test_a_precise_interval_at_the_limit_needs_no_more_time() -> None:

@@ -16,6 +16,7 @@ from pytest_klineage.gate.timing.statistics import (
     FEW_PAIRS,
     FIRST_LOOK,
     Standing,
+    chance_of_as_many,
     log_ratios,
     next_look,
     paired_interval,
@@ -490,3 +491,49 @@ def test_older_records_are_computed_anew_without_the_widening() -> None:
     )
     assert wide.low < old.low < old.high < wide.high
     assert wide.estimate == old.estimate
+
+
+COUNTS = st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30)).map(
+    lambda drawn: (min(drawn[0], drawn[1]), drawn[1], min(drawn[2], drawn[3]), drawn[3])
+)
+
+
+class TestFisher:
+    def test_the_lady_who_tastes_tea(self) -> None:
+        assert chance_of_as_many(3, 4, 1, 4) == pytest.approx(17 / 70)
+        assert chance_of_as_many(4, 4, 0, 4) == pytest.approx(1 / 70)
+
+    @given(COUNTS)
+    def test_it_is_a_chance_and_that_of_any_number_is_one(self, counts: tuple[int, int, int, int]) -> None:
+        first, of_first, second, of_second = counts
+        assert 0 < chance_of_as_many(*counts) <= 1
+        if first + second <= of_second:
+            assert chance_of_as_many(0, of_first, first + second, of_second) == pytest.approx(1)
+
+    @given(COUNTS)
+    def test_more_of_the_same_number_is_less_likely(self, counts: tuple[int, int, int, int]) -> None:
+        first, of_first, second, of_second = counts
+        if first < of_first and second > 0:
+            assert chance_of_as_many(first + 1, of_first, second - 1, of_second) <= chance_of_as_many(*counts)
+
+    @given(COUNTS)
+    def test_as_many_or_fewer_on_the_other_side(self, counts: tuple[int, int, int, int]) -> None:
+        first, of_first, second, of_second = counts
+        # Fewer than `first` here are more than `second` there.
+        fewer = 0.0
+        if first > 0 and second < of_second:
+            fewer = chance_of_as_many(second + 1, of_second, first - 1, of_first)
+        assert chance_of_as_many(*counts) + fewer == pytest.approx(1)
+
+    def test_it_is_as_often_as_dealt(self) -> None:
+        draw, cards = random.Random(1), [True] * 7 + [False] * 13
+        met = 0
+        for _ in range(4000):
+            draw.shuffle(cards)
+            met += sum(cards[:12]) >= 6
+        assert met / 4000 == pytest.approx(chance_of_as_many(6, 12, 1, 8), abs=0.03)
+
+    @pytest.mark.parametrize("counts", [(3, 2, 0, 1), (-1, 2, 0, 1), (0, 2, 2, 1), (0, 2, -1, 1)])
+    def test_what_cannot_be_is_an_error(self, counts: tuple[int, int, int, int]) -> None:
+        with pytest.raises(ValueError, match="no counts"):
+            chance_of_as_many(*counts)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_klineage.records.messages import FLOAT_CONTROL
+from pytest_klineage.records.messages import DENORMALS, FLOAT_CONTROL
 from pytest_klineage.worker.host import float_control
 from pytest_klineage.worker.host.float_control import FloatControl
 
@@ -64,6 +64,21 @@ def test_denormals_that_are_flushed_are_seen() -> None:
     found = control.changed()
     torch.set_flush_denormal(False)
     assert found == 1 << FLOAT_CONTROL.index("denormal numbers")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="another processor")
+@pytest.mark.usefixtures("_restored")
+def test_only_denormals_can_be_taken_for_what_they_were() -> None:
+    torch = pytest.importorskip("torch")
+    control = FloatControl()
+    assert not control.keep(DENORMALS)
+    torch.set_flush_denormal(True)
+    MATHEMATICS.fesetround(DOWNWARD["x86_64"])
+    assert control.keep(DENORMALS)
+    assert control.changed() == 1 << FLOAT_CONTROL.index("rounding")
+    torch.set_flush_denormal(False)
+    found = control.changed()
+    assert found == 1 << FLOAT_CONTROL.index("rounding") | 1 << FLOAT_CONTROL.index(DENORMALS)
 
 
 def test_nothing_is_said_of_another_processor(monkeypatch: pytest.MonkeyPatch) -> None:

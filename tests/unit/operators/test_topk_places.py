@@ -1,0 +1,72 @@
+"""Where the largest numbers of a row lie in the checks of Top-K that no prompt names."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_klineage.operators import make_case, operator_of
+from pytest_klineage.operators.topk import BLOCKS, LANES, ODD_LANES, gathered, places
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 90), st.integers(0, 99))
+@settings(deadline=None, max_examples=80)
+def test_every_row_has_room_in_one_lane_or_block(rows: int, k: int, columns: int, seed: int) -> None:
+    columns = max(columns, k)
+    case = make_case("topk", (rows, columns, k), "fp32", "torch")
+    for name in operator_of(case).further_names(case):
+        for row in places(name, rows, columns, k, generator(seed)):
+            where = row.nonzero().flatten()
+            steps = set(where.diff().tolist())
+            assert len(where) >= k
+            assert len(steps) <= 1
+            if name == BLOCKS:
+                assert steps <= {1}
+                assert len(where) == k
+            elif steps:
+                step = steps.pop()
+                assert 2 <= step <= columns // k
+                assert (step & (step - 1) == 0) == (name == LANES)
+
+
+def test_powers_of_two_all_occur() -> None:
+    steps = {int(row.nonzero().flatten().diff()[0]) for row in places(LANES, 4, 256, 32, generator(1))}
+    assert steps == {2, 4, 8}
+
+
+def test_checks_are_left_out_where_there_is_no_such_place() -> None:
+    names = [operator_of(case).further_names(case) for case in (
+        make_case("topk", (2, columns, 8), "fp32", "torch") for columns in (8, 15, 16, 24)
+    )]  # fmt: skip
+    assert names == [(), (BLOCKS,), (BLOCKS, LANES), (BLOCKS, LANES, ODD_LANES)]
+
+
+def test_no_prompt_names_them() -> None:
+    case = make_case("topk", (2, 64, 8), "fp32", "torch")
+    assert not {BLOCKS, LANES, ODD_LANES} & set(operator_of(case).input_distributions)
+
+
+@given(st.integers(0, 99), st.sampled_from([BLOCKS, LANES, ODD_LANES]))
+@settings(deadline=None, max_examples=40)
+def test_a_row_keeps_its_numbers_and_has_the_largest_there(seed: int, name: str) -> None:
+    x = torch.randn(3, 60, generator=generator(seed))
+    inside = places(name, 3, 60, 7, generator(seed))
+    found = gathered(x, 7, inside, generator(seed))
+    assert torch.equal(found.sort(1).values, x.sort(1).values)
+    assert bool(inside.gather(1, found.topk(7, dim=1).indices).all())
+
+
+def test_a_right_selection_passes_in_every_type() -> None:
+    for dtype in ("fp32", "fp16", "bf16"):
+        case = make_case("topk", (4, 256, 32), dtype, "torch")
+        chosen = operator_of(case)
+        for name in chosen.further_names(case):
+            found = chosen.further_problem(case, name, generator(3), {})
+            assert not isinstance(found, str)
+            inputs, expected = found
+            assert expected.accepts(chosen.baseline_output(case, inputs))
