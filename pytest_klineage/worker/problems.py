@@ -92,7 +92,7 @@ they are due: 8 of them would take more than 4 GB in float64."""
 KEPT_IN_ALL, KEPT_SHARE = 1 << 27, 1 / 10
 """So are those that come once so many elements are kept of them together, about 2 GB, or on a GPU such a share of its
 free memory."""
-IDLE_DRAWS, MOST_TWINS, SLOW_S, TWIN_SHARE = 8, 4, 1.0, 1 / 40
+IDLE_DRAWS, MOST_TWINS, SLOW_S, TWIN_SHARE = 16, 4, 1.0, 1 / 40
 """An operator draws which input differs: it is asked for twins of as many inputs, until so many draws in a row bring no
 new one. Where a problem takes longer to make, or more of a GPU's free memory, there is one of a drawn input."""
 ELSEWHERE_S, LEAST_ELSEWHERE = 1.0, 2
