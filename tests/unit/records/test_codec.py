@@ -74,6 +74,8 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return st.one_of([values_of(argument) for argument in arguments])
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*map(values_of, arguments))
     if origin is tuple:
         return st.lists(values_of(arguments[0]), max_size=2).map(tuple)
     if origin is frozenset:
