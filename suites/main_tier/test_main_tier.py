@@ -33,14 +33,15 @@ NAIVE = "naive"
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 
 AT_LEAST = {
-    "cpu": {"conv2d": 0.65, "fmha": 1.0, "gdn": 3.0, "gemm": 0.65, "topk": 3.0},
+    "cpu": {"conv2d": 0.8, "fmha": 1.0, "gdn": 3.0, "gemm": 0.65, "topk": 3.0},
     "sm90": {"conv2d": 2.5, "conv2d-nhwc": 1.5, "fmha": 1.0, "gdn": 1.3, "gemm": 1.0, "topk": 1.8},
 }
 """Speedup that an expert must reach, by platform and workload; 1.0 where none is given.
 
 GEMM and convolution on a CPU are what vendors tune most: coming near their library is the aim there. On a Xeon with
-AVX-512 (Ice Lake) ours are at 0.68x to 0.71x and 0.78x to 0.84x, 0.70x and 0.65x in a plain bound loop
-(results/main_tier-cpu/xeon, results/gate_quality/bound_loop-xeon.md); on an AMD EPYC both are ahead.
+AVX-512 (Ice Lake) our GEMM is at 0.68x to 0.71x, in a plain bound loop at 0.70x, which is what is asked of it; our
+convolution, at 0.74x to 0.89x there, falls short of what it has to reach (results/main_tier-cpu/xeon,
+results/gate_quality/bound_loop-xeon.md). On an AMD EPYC both are ahead.
 """
 GPU_LAYOUTS = {"conv2d": ("nchw", "nhwc")}
 """On a GPU a convolution is judged as callers of PyTorch have it by default, and in channels_last."""
