@@ -12,7 +12,7 @@ import msgspec
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC
-from pytest_klineage.records import Answered, Begun, Code, Event, Judged, Noted, Status, Verdict, from_json
+from pytest_klineage.records import Answered, Begun, Code, Event, Failed, Judged, Noted, Status, Verdict, from_json
 from pytest_klineage.results.packed import line_files, read_lines
 from pytest_klineage.results.runs import Record
 
@@ -163,6 +163,9 @@ def _read(events: Iterable[Event]) -> tuple[Verdict | None, tuple[Shot, ...]]:
             case Answered(usage=usage):
                 tokens += usage.total_input_tokens + usage.output_tokens
                 usd += usage.cost_usd
+                continue
+            case Failed(cost_usd=charged):
+                usd += charged
                 continue
             case Noted(topic=topic, text=text) if topic == VERDICT_TOPIC:
                 verdict = from_json(text, VerdictMessage).verdict

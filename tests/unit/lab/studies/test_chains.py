@@ -12,7 +12,7 @@ from made_up import again, answered, begun, chain, judged, malformed, verdict
 
 from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.lab.studies.chains import ROOT, Chain, Keys, ShotFailure, chain_of, chains_below, root_speeds
-from pytest_klineage.records import Code, Event, Reason, Status, to_json
+from pytest_klineage.records import Code, Event, Failed, Reason, Status, to_json
 from pytest_klineage.results.runs import Record
 
 SETTINGS = {"arm": "cards", "target": "fp8_gemm", "repeat": "2", "case": "fp8_gemm-8x8x8-bf16", "design": "d"}
@@ -47,6 +47,12 @@ def test_shots_come_in_their_order_with_what_they_have_cost() -> None:
 def test_a_kernel_that_was_sent_before_has_the_verdict_of_then() -> None:
     found = read(*judged(0, 0.01), answered(1), *judged(1, 0.6), answered(2), again(2, 1), answered(3), again(3, 0))
     assert speeds(found) == [0.6, 0.6, 0.01]
+
+
+def test_a_call_that_failed_costs_what_it_was_charged() -> None:
+    lost = Failed(call=1, reason="lost", message="made up", cost_usd=0.25)
+    found = read(lost, answered(2), *judged(2, 0.7))
+    assert [(shot.tokens, shot.usd) for shot in found.shots] == [(100, 0.75)]
 
 
 def test_a_chain_without_a_reply_has_no_shot() -> None:
