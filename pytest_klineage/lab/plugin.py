@@ -144,14 +144,15 @@ class Models:
         return is_there(self.path(name))
 
     def is_under_way(self, name: str) -> bool:
-        """Whether the trajectory of that name waits: runs go in turns, and it has not come to an end."""
+        """Whether the trajectory of that name waits: runs go in turns, and it has not come to an end of its own."""
         if not self._in_turns or self.is_replay or not self.is_recorded(name):
             return False
         from pytest_klineage.lab.llm.trajectory import read_trajectory
+        from pytest_klineage.lab.optimizers.session import CUT_SHORT
         from pytest_klineage.records import Stopped
 
-        lines, _ = read_trajectory(self.path(name))
-        return not (lines and isinstance(lines[-1].event, Stopped))
+        last = next((line.event for line in reversed(read_trajectory(self.path(name))[0])), None)
+        return not isinstance(last, Stopped) or last.reason in CUT_SHORT
 
     def is_done(self, name: str) -> bool:
         """Whether the trajectory of that name came to its end in an earlier turn, and is not to be resumed."""

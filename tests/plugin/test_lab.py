@@ -12,7 +12,7 @@ from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.llm.faults import NoBackend, NoKey, NoPrice
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.plugin import BACKENDS, Models
-from pytest_klineage.records import Begun, Noted
+from pytest_klineage.records import Begun, Noted, Stopped
 
 PRICES = """
 [models.toy]
@@ -159,6 +159,23 @@ class TestResuming:
         second = echoing(tmp_path, prices, resume="all", **given)
         assert second.session("a").budget.limit_usd == limit
         second.close()
+
+    @pytest.mark.parametrize(
+        ("reason", "done"),
+        [
+            ("finished", True), ("step_limit", True), ("budget_exhausted", True), ("target_reached", True),
+            ("not_judged", True), ("naive_reached", True), ("interrupted", False), ("harness_failed", False),
+            ("misuse", False), ("backend_failed", False), ("", False),
+        ],
+    )  # fmt: skip
+    def test_what_was_cut_short_goes_on_in_the_next_turn(
+        self, reason: str, done: bool, tmp_path: Path, prices: Path
+    ) -> None:
+        with echoing(tmp_path, prices).session("a") as session:
+            session.record(Stopped(reason=reason) if reason else Noted(topic="memory", text="so far"))
+        folder = tmp_path / "trajectories"
+        found = Models({"llm": "command"}, trajectories=folder, replays=lambda: tmp_path / "replays", in_turns=True)
+        assert (found.is_done("a"), found.is_under_way("a")) == (done, not done)
 
     def test_what_does_not_exist_is_begun(self, tmp_path: Path, prices: Path) -> None:
         chosen = echoing(tmp_path, prices, resume="all")

@@ -88,11 +88,15 @@ class Recording:
         self.messages: dict[str, VerdictMessage] = {}
         """By digest of the source; a source is judged once in a run."""
         self._notes: Counter[tuple[str, str]] = Counter()
+        self._last = ""
+        """Digest of the kernel after whose verdict nothing was asked or judged."""
         for event in events:
             if isinstance(event, Begun):
                 self.settings = dict(event.settings)
             elif isinstance(event, Opened):
                 self.prefixes[event.chat] = Prefix(system=event.system, context=event.context)
+            elif isinstance(event, Asked):
+                self._last = ""
             elif isinstance(event, Noted):
                 self._take(event)
 
@@ -110,10 +114,15 @@ class Recording:
         self._notes[topic, text] -= 1
         return True
 
+    def went_on_after(self, source_digest: str) -> bool:
+        """Whether more was asked or judged after the verdict on that kernel."""
+        return source_digest in self.messages and source_digest != self._last
+
     def _take(self, note: Noted) -> None:
         if note.topic == VERDICT_TOPIC:
             message = from_json(note.text, VerdictMessage)
-            self.messages.setdefault(message.verdict.source_digest, message)
+            self._last = message.verdict.source_digest
+            self.messages.setdefault(self._last, message)
         else:
             self._notes[note.topic, note.text] += 1
 

@@ -42,10 +42,10 @@ class Method(Protocol):
         ...
 
     def proposals(self, task: Task, models: Session) -> Proposals:
-        """A coroutine that yields proposals and is sent what the gate said of each. It asks models as it likes.
+        """A generator that yields proposals and is sent what the gate said of each. It asks models as it likes.
 
         The root has been submitted before: `task.submitted`. BudgetExhausted and BackendFailed of a chat are left to
-        the loop, which ends the run; so does the coroutine's return.
+        the loop, which ends the run; so does the generator's return.
         """
         ...
 
@@ -61,13 +61,17 @@ class EndReason(StrEnum):
     BACKEND = "backend_failed"
     """A model call brought no reply; the trajectory can be resumed."""
     NOT_JUDGED = "not_judged"
-    """The gate cannot judge the case here."""
+    """The gate cannot judge here, or not now. That verdict is not recorded: a resumed run asks for it again."""
     INTERRUPTED = "interrupted"
     """From the keyboard; only in the trajectory, since the interruption goes on."""
     HARNESS = "harness_failed"
     """A fault that says nothing about a kernel; only in the trajectory, since the error goes on."""
     MISUSE = "misuse"
     """Something that cannot be, such as a resumed run that asks otherwise than it did; the error goes on as well."""
+
+
+CUT_SHORT = (EndReason.BACKEND, EndReason.INTERRUPTED, EndReason.HARNESS, EndReason.MISUSE)
+"""Ends that are none of the run's own: it goes on from there."""
 
 
 class OptimizationResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,11 +112,11 @@ def optimize(
     """Submit the root, then what the method proposes, and keep the best of what was scored.
 
     `max_steps` bounds the proposals, malformed ones included; the root is step 0 and free. `target_speedup` ends the
-    run when the lower end of the best one's interval reaches it. Without `submit_root` the root is not judged, and
-    methods have it to begin with all the same. With the replay backend the method gets the
+    run when the lower end of the interval of the best one, or of the latest one, reaches it. Without `submit_root` the
+    root is not judged, and methods have it to begin with all the same. With the replay backend the method gets the
     recorded verdicts, and with `rejudge` the gate is asked as well: see `OptimizationResult.rejudged`. With `screen` a
-    kernel is
-    screened once there is a best one; one that seems better is judged in full, and only that verdict counts for it.
+    kernel is screened once there is a best one; one that seems better is judged in full, and only that verdict counts
+    for it.
 
     Raises UsageError, TrajectoryMismatch among them, and HarnessError; what was recorded stays, and can be resumed.
     Raises Waiting where a verdict or a reply has not come yet: nothing is recorded of that, and the run goes on from
@@ -158,30 +162,39 @@ def _drive(
             )
         return seen
 
-    task = run.task
-    if run.submitted_root is not None:
-        root = observed(Proposal(source=run.submitted_root, note="root"))
-        if root.verdict is not None and root.verdict.status is Status.SKIPPED:
-            return EndReason.NOT_JUDGED, root.verdict.reasons[0].message
-        task = msgspec.structs.replace(task, submitted=root)
-    coroutine = method.proposals(task, run.session)
     try:
-        proposal = next(coroutine)
-        for step in range(1, max_steps + 1):
-            seen = observed(proposal)
-            if run.reached_target():
-                return EndReason.TARGET, f"step {step} reaches {run.target_speedup:g}x"
-            if step < max_steps:
-                proposal = coroutine.send(seen)
-        return EndReason.STEP_LIMIT, f"{max_steps} steps"
-    except StopIteration:
-        return EndReason.FINISHED, "the method has nothing more to propose"
+        return _stepped(run, method, max_steps, observed)
     except BudgetExhausted as error:
         return EndReason.BUDGET, str(error)
     except BackendFailed as error:
         return EndReason.BACKEND, str(error)
-    finally:
-        coroutine.close()
+    except _NotJudged as error:
+        return EndReason.NOT_JUDGED, str(error)
+
+
+def _stepped(
+    run: _Run, method: Method, max_steps: int, observed: Callable[[Proposal], Observation]
+) -> tuple[EndReason, str]:
+    """Submit the root and what the method proposes, until one of them says that it is enough."""
+    task = run.task
+    if run.submitted_root is not None:
+        task = msgspec.structs.replace(task, submitted=observed(Proposal(source=run.submitted_root, note="root")))
+    with contextlib.closing(method.proposals(task, run.session)) as coroutine:
+        try:
+            proposal = next(coroutine)
+            for step in range(1, max_steps + 1):
+                seen = observed(proposal)
+                if run.reached_target(seen):
+                    return EndReason.TARGET, f"step {step} reaches {run.target_speedup:g}x"
+                if step < max_steps:
+                    proposal = coroutine.send(seen)
+        except StopIteration:
+            return EndReason.FINISHED, "the method has nothing more to propose"
+    return EndReason.STEP_LIMIT, f"{max_steps} steps"
+
+
+class _NotJudged(Exception):
+    """The gate cannot judge here, which says nothing about the kernel: a run that goes on asks for it again."""
 
 
 class _Run:
@@ -226,6 +239,8 @@ class _Run:
             self._notes.note(STEP_TOPIC, f"step {step}: the same kernel as step {earlier.step}, not judged again")
             return self._keep(self._again(step, proposal, earlier))
         verdict, message = self._verdict(step, source)
+        if verdict.status is Status.SKIPPED and (not step or source.digest not in self._recording.messages):
+            raise _NotJudged(verdict.reasons[0].message)
         speedup = ranked_speedup(message.verdict)
         before = self.best_speedup
         is_best = speedup is not None and (before is None or speedup > before)
@@ -240,10 +255,14 @@ class _Run:
         self._write(seen, message)
         return self._keep(seen)
 
-    def reached_target(self) -> bool:
-        """Whether the lower end of the best one's interval is at the target."""
-        timing = self._best_verdict.timing if self._best_verdict is not None else None
-        return self.target_speedup is not None and timing is not None and timing.speedup.low >= self.target_speedup
+    def reached_target(self, seen: Observation) -> bool:
+        """Whether the lower end of the interval of the best one, or of what was seen last, is at the target.
+
+        A recorded run that went on after a verdict goes on after it again.
+        """
+        latest = seen.verdict if seen.repeats is None else None
+        went_on = latest is not None and self._recording.went_on_after(latest.source_digest)
+        return self._reaches(self._best_verdict) or (not went_on and self._reaches(latest))
 
     def outcome(self, stopped: EndReason, message: str) -> OptimizationResult:
         """What it came to."""
@@ -256,6 +275,11 @@ class _Run:
             spent_usd=self.session.budget.spent_usd,
             rejudged=tuple(self._rejudged),
         )
+
+    def _reaches(self, verdict: Verdict | None) -> bool:
+        if self.target_speedup is None or verdict is None or verdict.timing is None:
+            return False
+        return verdict.ranked and verdict.screened is None and verdict.timing.speedup.low >= self.target_speedup
 
     def _next_step(self) -> int:
         return len(self._observations) + (0 if self.submitted_root is not None else 1)

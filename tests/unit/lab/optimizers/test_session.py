@@ -17,7 +17,7 @@ from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.klineage import CardMethod
 from pytest_klineage.lab.optimizers.session import optimize
 from pytest_klineage.lab.optimizers.task import StepProgress, Task
-from pytest_klineage.records import Event, Judged, Noted, Stopped, cost_curve
+from pytest_klineage.records import Event, Judged, Noted, Stopped, Verdict, cost_curve
 
 Begin = Callable[..., Session]
 Says = Callable[..., str]
@@ -30,6 +30,15 @@ def events(path: Path) -> list[Event]:
 
 def of_kind(path: Path, kind: type[Any]) -> list[Any]:
     return [event for event in events(path) if isinstance(event, kind)]
+
+
+def at_low(verdict: Verdict, low: float) -> Verdict:
+    """The verdict with an interval that begins there."""
+    timing = verdict.timing
+    if timing is None:
+        return verdict
+    wide = msgspec.structs.replace(timing.speedup, low=low)
+    return msgspec.structs.replace(verdict, timing=msgspec.structs.replace(timing, speedup=wide))
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -143,6 +152,26 @@ class TestTheEnd:
         assert (outcome.stopped, outcome.best_speedup) == ("target_reached", 0.96)
         assert of_kind(path, Stopped)[-1].reason == "target_reached"
 
+    def test_at_the_target_by_a_sharper_interval_than_the_bests(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path, tmp_path: Path
+    ) -> None:
+        """The best one's interval begins at 0.5 only. A recorded run that went on goes on when it is replayed."""
+
+        def blurred(case: Any, source: Any) -> Any:
+            verdict = judge(case, source)
+            wide = verdict.timing is not None and verdict.timing.speedup.estimate == 1
+            return at_low(verdict, 0.5) if wide else verdict
+
+        replies = [says("slower.than_required 1"), says("slower.than_required 0.98"), says("slower.than_required 0.7")]
+        ended = optimize(task, PLAIN, begin(scripted(list(replies))), blurred, max_steps=9, target_speedup=0.9)
+        assert (ended.stopped, ended.best_speedup, len(ended.observations)) == ("target_reached", 1, 3)
+        for number, (target, stopped, steps) in enumerate([(0.9, "target_reached", 3), (None, "step_limit", 4)]):
+            at = tmp_path / f"{number}.jsonl"
+            optimize(task, PLAIN, begin(scripted(list(replies)), at=at), blurred, max_steps=3, target_speedup=target)
+            again = begin(ReplayBackend(at), at=tmp_path / f"{number}-replay.jsonl")
+            outcome = optimize(task, PLAIN, again, judge, max_steps=3, target_speedup=0.9)
+            assert (outcome.stopped, len(outcome.observations)) == (stopped, steps)
+
     def test_with_the_budget(self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path) -> None:
         session = begin(scripted([says("accepted.faster 2")]), limit_usd=0.015)
         outcome = optimize(task, PLAIN, session, judge, max_steps=9)
@@ -175,6 +204,23 @@ class TestTheEnd:
 
         outcome = optimize(task, PLAIN, begin(scripted([])), skipping, max_steps=9)
         assert (outcome.stopped, outcome.best, outcome.message) == ("not_judged", None, "pretended")
+
+    def test_when_a_step_cannot_be_judged_here(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says, path: Path
+    ) -> None:
+        """The kernel is not to blame: no model hears of it, and the run asks again when it is resumed."""
+        backend = scripted([says("skipped.out_of_memory"), says("accepted.faster 2")])
+        outcome = optimize(task, PLAIN, begin(backend), judge, max_steps=2)
+        assert (outcome.stopped, len(backend.asked), len(of_kind(path, Judged))) == ("not_judged", 1, 1)
+
+        def with_memory(case: Any, source: Any) -> Any:
+            text = source.files[0].text.replace("skipped.out_of_memory", "accepted.faster 1.5")
+            again = msgspec.structs.replace(source, files=(type(source.files[0])("kernel.cpp", text),))
+            return msgspec.structs.replace(judge(case, again), source_digest=source.digest)
+
+        outcome = optimize(task, PLAIN, begin(backend, resume=True), with_memory, max_steps=2)
+        assert [seen.speedup for seen in outcome.observations] == [0.5, 1.5, 2.0]
+        assert len(backend.asked) == 2
 
     @pytest.mark.parametrize(
         ("error", "reason"), [(KeyboardInterrupt(), "interrupted"), (WorkerDied("gone"), "harness_failed")]
