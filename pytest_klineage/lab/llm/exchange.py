@@ -12,7 +12,6 @@ copied to where the prompt asks for it. Runs that are to be independent of each 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError, WaitsForReply
@@ -31,8 +30,6 @@ REPLY_LIMIT_BYTES = 4 * 1024 * 1024
 DIGEST_LINE = "digest: "
 HEAD_LINES = 6
 AHEAD, LEVELS_UP = "ahead", 3
-Progress = Callable[[Path, float], None]
-"""Called while waiting, with the file that is waited for, and for how many seconds already."""
 
 
 class ExchangeBackend(EstimatedBackend):
@@ -54,14 +51,12 @@ class ExchangeBackend(EstimatedBackend):
         deadline_s: float = DEADLINE_S,
         poll_s: float = POLL_S,
         settle_s: float = SETTLE_S,
-        progress: Progress | None = None,
         waits: bool = True,
     ) -> None:
         """With `waits` off a reply that is not there yet raises WaitsForReply at once, instead of being waited for."""
         super().__init__(model, prices)
         self.waits = waits
         self.folder, self.deadline_s, self.poll_s, self.settle_s = folder, deadline_s, poll_s, settle_s
-        self._progress = progress
         self._is_new = False
 
     def begin(self) -> None:
@@ -75,7 +70,7 @@ class ExchangeBackend(EstimatedBackend):
         self._is_new = True
 
     def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:
-        """Write the prompt, and wait for the reply."""
+        """Write the prompt, and wait for the reply. Raises WaitsForReply at the deadline: the call is open still."""
         prompt, answer = self.folder / f"{call:04d}-prompt.md", self.folder / f"{call:04d}-reply.md"
         self._publish(prompt, answer, conversation, max_output_tokens)
         data = self._await(answer)
@@ -139,13 +134,11 @@ class ExchangeBackend(EstimatedBackend):
                 raise BackendFailed(Failure.TOO_LONG, detail, billed=True)
             if state is not None and state[0] > 0 and now - since >= self.settle_s:
                 return _read(answer)
-            if not self.waits and state is None:
+            if not self.waits and (state is None or state[0] == 0):
                 raise WaitsForReply(str(self.folder), f"{answer} is not written yet")
             if now - started > self.deadline_s:
-                detail = f"no reply in {answer} after {self.deadline_s:g} s"
-                raise BackendFailed(Failure.TIMEOUT, detail, billed=False)
-            if self._progress is not None:
-                self._progress(answer, now - started)
+                late = f"{answer} is not written after {self.deadline_s:g} s: resume the trajectory when it is"
+                raise WaitsForReply(str(self.folder), late)
             time.sleep(self.poll_s)
 
     def _usage(self, stated: Path, conversation: Conversation, text: str) -> Usage:

@@ -34,7 +34,6 @@ class NoKey(UsageError):
     """The provider's key is not in the environment."""
 
     def __init__(self, variable: str) -> None:
-        self.variable = variable
         super().__init__(
             f"{variable} is not set, and the provider accepts no request without a key. Set it, or choose "
             "exchange:FOLDER, command:PROGRAM or replay:FILE, which need none."
@@ -45,7 +44,6 @@ class NoPrice(UsageError):
     """A model has no price. The message names the file and the table to add."""
 
     def __init__(self, model: str, path: Path) -> None:
-        self.model = model
         super().__init__(
             f"no price is known for the model {model!r}, so no budget can hold it. Add it to a price file of your own "
             f'(or to {path}): [models."{model}"] with input, cache_write_5m, cache_write_1h, cache_read and output, '
@@ -68,10 +66,11 @@ class ModelError(KlineageError):
 class BudgetExhausted(ModelError):
     """The next call could cost more than is left of the budget. It was not sent."""
 
+    REASON = "budget_exhausted"
+
     def __init__(self, needed_usd: float, remaining_usd: float, limit_usd: float) -> None:
-        self.needed_usd, self.remaining_usd, self.limit_usd = needed_usd, remaining_usd, limit_usd
         super().__init__(
-            "budget_exhausted",
+            self.REASON,
             f"the next call can cost up to ${needed_usd:.4f}, and ${remaining_usd:.4f} of ${limit_usd:.2f} are left. "
             "Stop here with the best kernel so far, or resume the trajectory with a larger budget.",
         )
@@ -102,9 +101,9 @@ ADVICE = {
     Failure.SERVER: "the provider's fault: resume the trajectory later",
     Failure.CONNECTION: "check the network and the base URL, then resume the trajectory",
     Failure.BROKEN_STREAM: "resume the trajectory; the call was charged in full, because it may have been billed",
-    Failure.TIMEOUT: "raise the time limit, or resume the trajectory",
+    Failure.TIMEOUT: "resume the trajectory",
     Failure.COMMAND: "run the command by hand with the same prompt on its standard input",
-    Failure.TOO_LONG: "ask for less, or raise the limit on the reply's size",
+    Failure.TOO_LONG: "ask for a shorter reply",
     Failure.NOT_TEXT: "a reply is UTF-8 text: write it again",
     Failure.LOST: "the program ended during the call; it was charged in full, because it may have been billed",
 }

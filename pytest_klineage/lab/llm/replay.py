@@ -9,16 +9,17 @@ from pathlib import Path
 from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.llm.backend import Backend, Reply
 from pytest_klineage.lab.llm.conversation import PROMPT_SET, Conversation, difference
-from pytest_klineage.lab.llm.faults import BackendFailed, Failure, TrajectoryMismatch
+from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.trajectory import RecordedCall, read_trajectory, recorded_calls
-from pytest_klineage.records import Answered, Begun
+from pytest_klineage.records import Answered, Begun, Stopped
 
 
 class ReplayBackend(Backend):
     """A trajectory as a model. Equal prompts are answered in the order in which they were recorded.
 
     Usage and cost are the recorded ones, so that a replay goes through a budget as the original did. A call that failed
-    fails again; one that was cut off was never answered and is left out.
+    fails again; one that was cut off was never answered and is left out. After the last reply of a run that its budget
+    has ended, the budget is exhausted again.
     """
 
     name = "replay"
@@ -30,6 +31,9 @@ class ReplayBackend(Backend):
         begun = next((event for event in events if isinstance(event, Begun)), None)
         self.model = begun.model if begun is not None else ""
         self.prompt_set = begun.prompt_set if begun is not None else PROMPT_SET
+        self._limit_usd = begun.budget_usd if begun is not None else 0.0
+        ends = [event.reason for event in events if isinstance(event, Stopped)]
+        self._spent = ends[-1:] == [BudgetExhausted.REASON]
         self._unused = deque(call for call in recorded_calls(events) if _usable(call))
         self._lock = threading.Lock()
         if not self._unused:
@@ -41,8 +45,10 @@ class ReplayBackend(Backend):
             return next((call for call in self._unused if call.asked.chat == chat), None)
 
     def worst_case_usd(self, conversation: Conversation, max_output_tokens: int) -> float:
-        """What the call cost when it was recorded. Raises TrajectoryMismatch."""
+        """What the call cost as recorded. Raises TrajectoryMismatch, or BudgetExhausted where that came next."""
         with self._lock:
+            if self._spent and not self._unused:
+                raise BudgetExhausted(self._limit_usd, 0.0, self._limit_usd)
             return _cost_usd(self._find(conversation))
 
     def reply(self, conversation: Conversation, *, max_output_tokens: int, call: int) -> Reply:

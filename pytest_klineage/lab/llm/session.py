@@ -98,11 +98,6 @@ class Session:
         return Chat(self, name, prefix, max_output_tokens)
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What was wrong with the trajectory when it was resumed."""
-        return self.trajectory.warnings
-
-    @property
     def usage(self) -> Usage:
         """Tokens and dollars of all answered calls."""
         used = [event.usage for event in self.trajectory.events if isinstance(event, Answered)]
@@ -146,11 +141,6 @@ class Chat:
         self._turns: tuple[Turn, ...] = ()
         self._lock = threading.Lock()
         session.trajectory.open_chat(name, prefix)
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """What has been said since the last `forget`."""
-        return self._turns
 
     def forget(self) -> None:
         """Drop all turns; the prefix stays."""
@@ -225,9 +215,9 @@ class Chat:
         """Reserve the cost of a new call, and record that it is about to be sent. Returns its number."""
         session = self._session
         call = session.trajectory.next_call()
-        worst_case_usd = session.backend.worst_case_usd(conversation, limit)
         try:
             try:
+                worst_case_usd = session.backend.worst_case_usd(conversation, limit)
                 session.budget.reserve(call, worst_case_usd)
             except BudgetExhausted:
                 worst_case_usd = session.backend.counted_worst_case_usd(conversation, limit)

@@ -107,7 +107,7 @@ def test_a_call_that_does_not_fit_is_named_with_the_next_step() -> None:
     with pytest.raises(BudgetExhausted, match="resume the trajectory with a larger budget") as caught:
         budget.reserve(2, 0.5)
     assert caught.value.reason == "budget_exhausted"
-    assert (caught.value.needed_usd, caught.value.remaining_usd, caught.value.limit_usd) == (0.5, 0.25, 1.0)
+    assert "up to $0.5000, and $0.2500 of $1.00 are left" in str(caught.value)
     budget.charge(1, 0.25)
     budget.reserve(2, 0.5)
 

@@ -13,6 +13,8 @@ from pytest_klineage.lab.llm.backend import Reply
 from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
+from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.records import Answered, Asked, Begun, Opened, Stopped
 
 Said = Callable[..., Reply]
 
@@ -73,6 +75,17 @@ def test_more_than_was_recorded_fails_loudly(recorded: Path, tmp_path: Path) -> 
         play(session)
         with pytest.raises(TrajectoryMismatch, match="asks for more"):
             session.chat("third").ask("a")
+
+
+def test_a_budget_that_ended_the_run_ends_its_replay(tmp_path: Path, scripted: Any, said: Said) -> None:
+    path, again = tmp_path / "ended.jsonl", tmp_path / "again.jsonl"
+    for at, backend in ((path, scripted([said("one")])), (again, None)):
+        with Session.begin(at, backend or ReplayBackend(path), limit_usd=0.105, name="x") as session:
+            chat = session.chat()
+            assert chat.ask("a").text == "one"
+            with pytest.raises(BudgetExhausted):
+                chat.ask("b")
+        assert [type(line.event) for line in read_trajectory(at)[0]] == [Begun, Opened, Asked, Answered, Stopped]
 
 
 def test_a_trajectory_without_replies_is_refused(tmp_path: Path, scripted: Any) -> None:

@@ -87,7 +87,7 @@ class TestAsking:
             chat.ask("c")
         assert [[turn.text for turn in talk.turns] for talk in backend.asked] == [["a"], ["a", "one", "b"], ["c"]]
         assert {talk.prefix.system for talk in backend.asked} == {"s"}
-        assert chat.turns == (Turn(Role.USER, "c"), Turn(Role.ASSISTANT, "three"))
+        assert chat._turns == (Turn(Role.USER, "c"), Turn(Role.ASSISTANT, "three"))
 
     def test_a_refusal_without_a_word_leaves_no_trace(self, path: Path, scripted: Any, said: Said) -> None:
         backend = scripted([said("", stop_reason=StopReason.REFUSAL), said("fine")])
@@ -128,7 +128,7 @@ class TestAsking:
             with pytest.raises(BackendFailed):
                 chat.ask("a")
             assert (session.budget.spent_usd, session.budget.reserved_usd) == (cost_usd, 0)
-            assert chat.turns == ()
+            assert chat._turns == ()
             chat.ask("a")
         failed = next(event for event in events(path) if isinstance(event, Failed))
         assert (failed.call, failed.reason, failed.cost_usd) == (1, error.failure.value, cost_usd)
@@ -298,4 +298,3 @@ class TestResuming:
             assert session.recall_verdict("d") == verdict
             assert session.recall_verdict("d") is None
             assert Noted(topic="memory", text="avoid x") in session.events
-            assert session.warnings == ()
