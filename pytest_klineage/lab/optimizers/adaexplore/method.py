@@ -6,8 +6,6 @@ import random
 import re
 from collections.abc import Generator
 
-import msgspec
-
 from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.lab.llm.faults import Malformation, MalformedReply
 from pytest_klineage.lab.llm.replay import ReplayBackend
@@ -136,16 +134,16 @@ class _TreeSearch:
 
     def _edited(self, answer: NumberedReply, base: KernelSource) -> KernelSource:
         head = answer.text.partition("<")[0]
-        return with_main_text(head, base, edited(main_text(base), answer.text).text)
+        return with_main_text(head, base, edited(main_text(base), answer.text))
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _first_rules(self) -> tuple[MemoryRule, ...]:
         """The rules to begin with: those of the file, or those that a recorded run began with; noted down."""
         found: tuple[MemoryRule, ...] = ()
-        if self._settings.rules_path is not None:
-            recorded = recording_of(self._models).first(START_TOPIC)
-            found = rules.load(self._settings.rules_path) if recorded is None else rules.parsed(recorded)
+        if (path := self._settings.rules_path) is not None:
+            recorded, learns = recording_of(self._models).first(START_TOPIC), self._settings.update_memory
+            found = rules.load(path, may_be_new=learns) if recorded is None else rules.parsed(recorded)
         self._notes.note(START_TOPIC, rules.written(found))
         return found
 
@@ -197,16 +195,8 @@ class _TreeSearch:
         )
 
 
-class Edited(msgspec.Struct, frozen=True):
-    """A text after edits, and how many of them applied."""
-
-    text: str
-    applied: int
-    skipped: int
-
-
-def edited(text: str, reply: str) -> Edited:
-    """Apply all edits of a reply in order; one that fits nowhere, or in several places, is skipped.
+def edited(text: str, reply: str) -> str:
+    """The text after all edits of a reply, in order; one that fits nowhere, or in several places, is skipped.
 
     Raises MalformedReply when none applies. The release judges the unchanged kernel once more then.
     """
@@ -223,7 +213,7 @@ def edited(text: str, reply: str) -> Edited:
         raise MalformedReply(
             Malformation.EDIT_NOT_FOUND, f"none of {len(pairs)} edits applies: the old text must stand there once"
         )
-    return Edited(text, applied, len(pairs) - applied)
+    return text
 
 
 def _span(text: str, old: str) -> tuple[int, int] | None:

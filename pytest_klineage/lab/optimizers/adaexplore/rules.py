@@ -113,12 +113,16 @@ def parsed(text: str, name: str = "rules") -> tuple[MemoryRule, ...]:
     return tuple(rules)
 
 
-def load(path: Path) -> tuple[MemoryRule, ...]:
-    """Rules of a file; none when it does not exist. Raises UsageError, or StoreError when it cannot be read."""
+def load(path: Path, *, may_be_new: bool = False) -> tuple[MemoryRule, ...]:
+    """Rules of a file; of one that `may_be_new` and is not there, none. Raises UsageError, or StoreError where it
+    cannot be read.
+    """
     try:
         return parsed(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
-        return ()
+    except FileNotFoundError as error:
+        if may_be_new:
+            return ()
+        raise UsageError(f"there is no rule file {path}: name one that earlier runs have written") from error
     except (OSError, UnicodeDecodeError) as error:
         raise StoreError(f"the rule file {path} cannot be read: {error}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 from collections import Counter
@@ -253,6 +254,17 @@ class TestMemory:
         again = runner.run(AdaExplore(settings), ReplayBackend(runner.path("run")), name="replay")
         assert observed(again) == observed(first)
         assert path.read_text() == "You cannot z||9\n"
+
+    @pytest.mark.parametrize("learns", [False, True])
+    def test_only_a_run_that_learns_begins_its_file(
+        self, runner: Any, author: Any, tmp_path: Path, learns: bool
+    ) -> None:
+        path = tmp_path / "rules.txt"
+        settings = AdaExploreSettings(total_steps=1, memory=MemoryMode.SHARED, rules_path=path, update_memory=learns)
+        misuse = contextlib.nullcontext() if learns else pytest.raises(UsageError, match="no rule file")
+        with misuse:
+            runner.run(AdaExplore(settings), self.failing(author))
+        assert path.exists() is learns
 
     def test_an_invalid_rule_file_is_misuse(self, runner: Any, author: Any, tmp_path: Path) -> None:
         path = tmp_path / "rules.txt"
