@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import UsageError, Waiting, WaitsForVerdict
+from pytest_klineage.gate.host.cpu import flags_here
 from pytest_klineage.lab.induction.admit import REPAIRS, Compare, basis, problem_with, roundtrip, settled
 from pytest_klineage.lab.induction.admit_store import read_trial, save_trial, trial_folders, tried
 from pytest_klineage.lab.induction.admit_targets import TRIALS, AdmissionTarget, Shapes, targets_for
@@ -173,12 +174,7 @@ def admit_card(
 
 def instruction_sets() -> tuple[str, ...]:
     """Instruction sets of this CPU for a contract, where the system says so."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ()
-    flags = next((line.partition(":")[2].split() for line in text.splitlines() if line.startswith("flags")), [])
-    return tuple(name for name in INSTRUCTION_SETS if name in flags)
+    return tuple(name for name in INSTRUCTION_SETS if name in flags_here())
 
 
 def _attempt(

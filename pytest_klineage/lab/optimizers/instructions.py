@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
 
+from pytest_klineage.gate.host.cpu import flags_here
 from pytest_klineage.lab.library.rendering import fenced
 from pytest_klineage.lab.optimizers.prompts import paragraphs, prompt
 from pytest_klineage.operators import operator_of
@@ -63,16 +64,10 @@ def machine_text(machine: Machine, *, threads: int = 0, features: tuple[str, ...
     return "; ".join(parts) + "."
 
 
-def cpu_features(cpuinfo: str | None = None) -> tuple[str, ...]:
-    """Vector instructions of this machine's CPU, as cards call them; empty where the system does not say."""
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ()
-    line = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    words = line.partition(":")[2].split()
-    return tuple(name for name, word in (("avx2", "avx2"), ("avx512", "avx512f")) if word in words)
+def cpu_features(flags: Collection[str] | None = None) -> tuple[str, ...]:
+    """Vector instructions among a CPU's flags, as cards call them; of this machine's, where the system says them."""
+    has = flags_here() if flags is None else flags
+    return tuple(name for name, word in (("avx2", "avx2"), ("avx512", "avx512f")) if word in has)
 
 
 def _definition(chosen: Operator, case: KernelCase) -> str:

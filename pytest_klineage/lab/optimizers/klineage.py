@@ -18,13 +18,13 @@ from pytest_klineage.lab.llm.faults import Malformation, MalformedReply
 from pytest_klineage.lab.llm.session import Chat, Session
 from pytest_klineage.lab.optimizers.instructions import code_language
 from pytest_klineage.lab.optimizers.prompts import paragraphs, prompt
-from pytest_klineage.lab.optimizers.proposal import empty_source, header_lines, proposed_source
+from pytest_klineage.lab.optimizers.proposal import base_of, header_lines, proposed_source
 from pytest_klineage.lab.optimizers.recording import call_number, open_chat, recording_of
 from pytest_klineage.lab.optimizers.session import Proposals
 from pytest_klineage.lab.optimizers.task import Observation, Proposal, Task
 from pytest_klineage.records import KernelSource, Noted, SkillCard
 
-CARDS_TOPIC = "cards"
+CARDS_TOPIC, NO_CARDS = "cards", "none"
 OWN = "; some were lifted from this operator and shape"
 CHOICE = "\nCARDS: names of the cards that you apply, separated by commas; or none"
 BASES = ("best", "last", "root")
@@ -114,9 +114,9 @@ class CardMethod:
         if text is None:
             retrieved = self.retrieved(task) if self.cards is None else ()
             own = OWN if any(match.contaminated for match in retrieved) else ""
-            text = f"{', '.join(card.name for card in self._cards(task)) or 'none'}{own}"
+            text = f"{', '.join(card.name for card in self._cards(task)) or NO_CARDS}{own}"
             models.record(Noted(topic=CARDS_TOPIC, text=text))
-        return frozenset(text.removesuffix(OWN).split(", "))
+        return frozenset(text.removesuffix(OWN).split(", ")) - {NO_CARDS}
 
     def _system(self) -> str:
         part = {Serving.CARDS: "system_cards", Serving.LABELS: "system_labels"}.get(self.serving)
@@ -192,7 +192,7 @@ class Kernels:
 
     def __init__(self, task: Task, *, always_last: bool = False) -> None:
         self._always_last = always_last
-        self.root = task.root if task.root is not None else empty_source(task.surface)
+        self.root = base_of(task)
         self.last, self.best = self.root, self.root
         self.last_step, self.best_step = 0, 0
         self._scored = task.submitted is not None and task.submitted.speedup is not None

@@ -37,10 +37,6 @@ class MethodSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Instruction sets of the target, for retrieval."""
     contaminated: bool = True
     """Whether cards that were lifted from the workload's own operator and shape are among them."""
-    goal: str = ""
-    """A sentence on what is wanted, shown to the model by the methods with one chat."""
-    announced_steps: int = 0
-    """Number of steps that such a method announces to the model; 0 for none."""
     max_steps: int = 0
     """The loop's limit: a published method goes on at least so long."""
     rules_path: Path | None = None
@@ -52,9 +48,8 @@ def make_method(name: str, settings: MethodSettings | None = None) -> Method:
     given = settings if settings is not None else MethodSettings()
     if name in CARD_METHODS:
         return CardMethod(
-            name, given.index, k=given.k, capabilities=given.capabilities, goal=given.goal,
-            max_steps=given.announced_steps, contaminated=given.contaminated,
-        )  # fmt: skip
+            name, given.index, k=given.k, capabilities=given.capabilities, contaminated=given.contaminated
+        )
     if name in ADAEXPLORE:
         return _adaexplore(name, given)
     if name == ACCELOPT:

@@ -22,7 +22,7 @@ from pytest_klineage.records import KernelSource, SourceFile, StopReason, Surfac
 
 EDIT_MARK = re.compile(r"^<{7} SEARCH", re.M)
 HEADER_LINE = re.compile(r"^[ \t*_#>-]*(?P<name>[A-Z]{2,12})[*_]*[ \t]*:[*_]*[ \t]*(?P<value>.*?)[ \t*_]*$")
-FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})")
+FENCE = re.compile(r"^ {0,3}(`{3,}[^`]*|~{3,}.*)$")
 FLAGS = "FLAGS"
 NO_FLAGS = ("none", "default", "defaults", "same", "unchanged", "-", "")
 MAIN_FILES = {
@@ -33,7 +33,6 @@ MAIN_FILES = {
     Surface.TILELANG: "kernel.py",
 }
 """What the main file of a kernel that begins from nothing is called."""
-FENCE = re.compile(r"^ {0,3}(`{3,}[^`]*|~{3,}.*)$")
 
 
 def empty_source(surface: Surface, *, entry: str = "run", flags: tuple[str, ...] = ()) -> KernelSource:

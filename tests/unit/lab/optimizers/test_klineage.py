@@ -137,6 +137,12 @@ class TestReplies:
         ]  # fmt: skip
         assert [seen.proposal.call for seen in outcome.observations] == [0, 1, 2]
 
+    def test_without_cards_none_is_no_choice(
+        self, task: Task, begin: Begin, judge: Any, scripted: Any, says: Says
+    ) -> None:
+        outcome = run(CardMethod(), task, begin(scripted([says("accepted.faster 2", "CARDS: none")])), judge, 1)
+        assert [seen.proposal.note for seen in outcome.observations] == ["root", "local exploration"]
+
     @pytest.mark.parametrize(
         ("base", "line"),
         [

@@ -36,9 +36,9 @@ def test_which_methods_need_cards() -> None:
 
 
 def test_settings_reach_their_method() -> None:
-    method = make_method("klineage", MethodSettings(k=3, goal="Be fast.", announced_steps=7))
+    method = make_method("klineage", MethodSettings(k=3, contaminated=False))
     assert isinstance(method, CardMethod)
-    assert (method.k, method.goal, method.max_steps) == (3, "Be fast.", 7)
+    assert (method.k, method.contaminated) == (3, False)
     long = make_method("adaexplore", MethodSettings(max_steps=80))
     assert isinstance(long, AdaExplore)
     assert long.settings.total_steps == 80
