@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import gzip
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -48,20 +50,36 @@ def line_files(folder: Path, pattern: str = "**/*") -> Iterator[Path]:
 
 
 def read_lines(path: Path, kind: type[T]) -> list[T]:
-    """The records of a file, none where there is no file. Raises BadRecord for a line that does not decode."""
+    """The records of a file, none where there is no file. Raises BadRecord for a line that does not decode.
+
+    A last line that was cut short while it was written, which has no end, is left out.
+    """
     if not is_there(path):
         return []
     try:
-        return [from_json(line, kind) for line in read_packed(path).splitlines()]
+        return [from_json(line, kind) for line in read_packed(path).split(b"\n")[:-1]]
     except (OSError, BadRecord) as error:
         raise BadRecord(f"{path}: {error}") from error
 
 
 def append_line(path: Path, record: msgspec.Struct) -> None:
-    """Add a record to a file, unpacking it first. Raises StoreError."""
+    """Add a record to a file, unpacking it first; a last line that was cut short is taken away. Raises StoreError."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         unpack(path)
-        with path.open("ab") as file:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # what another process is writing is not cut short
+            file.truncate(_whole_bytes(file))
             file.write(finite_json(record) + b"\n")
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _whole_bytes(file: BinaryIO) -> int:
+    """Length of a file up to the end of its last whole line."""
+    end = file.seek(0, os.SEEK_END)
+    file.seek(max(end - 1, 0))
+    if file.read(1) in (b"", b"\n"):
+        return end
+    file.seek(0)
+    return file.read().rfind(b"\n") + 1

@@ -19,7 +19,7 @@ import msgspec
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.records import SCHEMA_VERSION, Machine, Verdict, from_json
 from pytest_klineage.records.codec import finite_json
-from pytest_klineage.results.packed import is_there, read_packed
+from pytest_klineage.results.packed import append_line, is_there, read_packed
 
 RUN_FILE = "run.json"
 RECORDS_FILE = "records.jsonl"
@@ -131,6 +131,11 @@ def list_runs(root: Path) -> list[Path]:
     if not runs.is_dir():
         return []
     return sorted(path for path in runs.iterdir() if is_there(path / RECORDS_FILE))
+
+
+def append_record(path: Path, nodeid: str, verdict: Verdict) -> None:
+    """Add a verdict to a file of records that is no run's. Raises StoreError."""
+    append_line(path, Record(nodeid=nodeid, verdict=verdict, recorded_at=now()))
 
 
 def now() -> str:
