@@ -180,6 +180,11 @@ def parse_trajectory(data: bytes, name: str = "trajectory") -> tuple[tuple[Traje
     return tuple(found), warnings
 
 
+def begun_of(events: Iterable[Event]) -> Begun | None:
+    """How a trajectory begins; None for events that do not have it."""
+    return next((event for event in events if isinstance(event, Begun)), None)
+
+
 def unanswered(events: Iterable[Event]) -> dict[int, Asked]:
     """Calls that were cut off: sent, and neither answered nor failed."""
     pending: dict[int, Asked] = {}

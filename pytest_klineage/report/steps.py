@@ -11,7 +11,6 @@ import msgspec
 
 from pytest_klineage.records import (
     Answered,
-    Begun,
     Code,
     Event,
     Failed,
@@ -21,6 +20,7 @@ from pytest_klineage.records import (
     Status,
     Stopped,
     Verdict,
+    begun_of,
 )
 from pytest_klineage.report.collect import ReadTrajectory
 from pytest_klineage.report.document import Mark
@@ -116,7 +116,7 @@ class _Reading:
 
 def optimization_of(read: ReadTrajectory, verdicts: dict[str, Verdict] | None = None) -> Optimization:
     """One optimization; `verdicts` by source digest fill in what the trajectory does not hold itself."""
-    begun = next((event for event in read.events if isinstance(event, Begun)), None)
+    begun = begun_of(read.events)
     reading = _Reading(verdicts=dict(verdicts or {}))
     for event in read.events:
         _take(event, reading)

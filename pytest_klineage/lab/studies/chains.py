@@ -12,7 +12,7 @@ import msgspec
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC
-from pytest_klineage.records import Answered, Begun, Code, Event, Failed, Judged, Noted, Status, Verdict, from_json
+from pytest_klineage.records import Answered, Code, Event, Failed, Judged, Noted, Status, Verdict, begun_of, from_json
 from pytest_klineage.results.packed import line_files, read_lines
 from pytest_klineage.results.runs import Record
 
@@ -140,7 +140,7 @@ def root_speeds(path: Path) -> dict[str, float]:
 
 def chain_of(events: Sequence[Event], keys: Keys) -> Chain:
     """One chain. Raises ValueError for events that do not begin with its settings."""
-    begun = next((event for event in events if isinstance(event, Begun)), None)
+    begun = begun_of(events)
     if begun is None:
         raise ValueError("a trajectory begins with its settings")
     said, (root, shots) = begun.settings, _read(events)
