@@ -8,11 +8,10 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.lab.optimizers.accelopt.policy import AccelOptSettings
-from pytest_klineage.lab.optimizers.klineage import CARDS_TOPIC, OWN
 from pytest_klineage.lab.optimizers.methods import ACCELOPT, METHOD_NAMES
-from pytest_klineage.lab.optimizers.replaying import repeats_of, steps_of
+from pytest_klineage.lab.optimizers.replaying import has_own_cards, repeats_of, steps_of
 from pytest_klineage.lab.optimizers.session import EndReason
-from pytest_klineage.records import Answered, Interval, Machine, Noted
+from pytest_klineage.records import Answered, Interval, Machine
 from pytest_klineage.report.aggregate import geometric_mean
 from pytest_klineage.report.collect import ReadTrajectory, collect
 from pytest_klineage.report.document import Mark
@@ -186,7 +185,8 @@ def _standing(read: ReadTrajectory) -> Standing:
     verdict = next((step.verdict for step in one.steps if step.verdict is not None), None)
     known = one.settings
     return Standing(
-        method=one.method + (LABEL if has_own_cards(read) else ""), case=one.case_id, number=int(known.get("run", 0)),
+        method=one.method + (LABEL if has_own_cards(read.events) else ""), case=one.case_id,
+        number=int(known.get("run", 0)),
         best=best.interval if best is not None else None,
         best_ms=timing.candidate_ms if timing is not None else None,
         reference_ms=timing.reference_ms if timing is not None else None,
@@ -198,13 +198,6 @@ def _standing(read: ReadTrajectory) -> Standing:
         step_limit=known.get("steps", "?"), cards=known.get("cards", ""), language=known.get("surface", "?"),
         reference=known.get("reference", "?"), machine=verdict.machine if verdict is not None else None,
     )  # fmt: skip
-
-
-def has_own_cards(read: ReadTrajectory) -> bool:
-    """Whether a run's cards were in part lifted from its own operator and shape, as it noted."""
-    return any(
-        isinstance(event, Noted) and event.topic == CARDS_TOPIC and event.text.endswith(OWN) for event in read.events
-    )
 
 
 def _best(found: Sequence[Standing], case: str) -> Standing | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,11 +11,12 @@ from pytest_klineage.errors import BadRecord, UsageError
 from pytest_klineage.lab.llm.replay import ReplayBackend
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
+from pytest_klineage.lab.optimizers.klineage import CARDS_TOPIC, OWN
 from pytest_klineage.lab.optimizers.methods import recorded_method
 from pytest_klineage.lab.optimizers.recording import Recording, VerdictMessage
 from pytest_klineage.lab.optimizers.session import MALFORMED_TOPIC, STEP_TOPIC, Judge, OptimizationResult, optimize
 from pytest_klineage.lab.optimizers.task import Task
-from pytest_klineage.records import Begun, Event, Judged, KernelCase, KernelSource, Noted, Surface, Verdict
+from pytest_klineage.records import Begun, Event, Judged, KernelCase, KernelSource, Noted, Surface, Verdict, begun_of
 from pytest_klineage.results.packed import line_files
 
 ROOT_NOTE = "step 0: root"
@@ -52,7 +53,7 @@ def read_recorded(path: Path) -> Recorded:
     """Read a trajectory. Raises UsageError, BadRecord among them, for one that cannot be replayed."""
     lines, _ = read_trajectory(path)
     events = tuple(line.event for line in lines)
-    begun = next((event for event in events if isinstance(event, Begun)), None)
+    begun = begun_of(events)
     message = _first_message(events)
     if begun is None or message is None:
         raise UsageError(f"{path} holds no judged kernel: there is nothing to replay; run it again")
@@ -62,7 +63,7 @@ def read_recorded(path: Path) -> Recorded:
 def best_recorded(folder: Path, method: str, case: KernelCase, platform: str) -> Recorded | None:
     """The recorded run of a method on a case whose kernel is the fastest; None when no run has one.
 
-    Files that hold no such run are left out.
+    Files that hold no such run are left out, and runs that were shown cards of the very case.
     """
     found: list[tuple[float, Recorded]] = []
     for path in line_files(folder):
@@ -70,10 +71,16 @@ def best_recorded(folder: Path, method: str, case: KernelCase, platform: str) ->
             recorded = read_recorded(path)
         except (BadRecord, UsageError):
             continue
-        settings = recorded.begun.settings
-        if (settings.get("method"), settings.get("platform"), recorded.case.id) == (method, platform, case.id):
-            found += [(recorded.best_speedup, recorded)] if recorded.best_speedup is not None else []
+        settings, speedup = recorded.begun.settings, recorded.best_speedup
+        asked = (settings.get("method"), settings.get("platform"), recorded.case.id) == (method, platform, case.id)
+        if asked and speedup is not None and not has_own_cards(recorded.events):
+            found.append((speedup, recorded))
     return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def has_own_cards(events: Iterable[Event]) -> bool:
+    """Whether a run's cards were in part lifted from its own operator and shape, as it noted."""
+    return any(isinstance(event, Noted) and event.topic == CARDS_TOPIC and event.text.endswith(OWN) for event in events)
 
 
 def best_made(outcome: OptimizationResult) -> KernelSource | None:

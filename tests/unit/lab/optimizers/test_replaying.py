@@ -13,12 +13,13 @@ from pytest_klineage.errors import UsageError
 from pytest_klineage.lab.llm.conversation import PROMPT_SET
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.optimizers import session as session_module
+from pytest_klineage.lab.optimizers.klineage import OWN
 from pytest_klineage.lab.optimizers.methods import MethodSettings, make_method
 from pytest_klineage.lab.optimizers.replaying import best_made, best_recorded, read_recorded, replayed
 from pytest_klineage.lab.optimizers.session import optimize
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.operators import make_case
-from pytest_klineage.records import KernelSource, SourceFile, Surface
+from pytest_klineage.records import KernelSource, Noted, SourceFile, Surface, TrajectoryLine, to_json
 
 CASE = make_case("gemm", (16, 16, 16), "fp32", "torch", at_least=0.01)
 Record = Callable[..., str]
@@ -126,6 +127,19 @@ def test_the_best_of_several_runs_is_found(tmp_path: Path, record: Record) -> No
     assert best_recorded(tmp_path, "klineage", CASE, "cpu") is None
     assert best_recorded(tmp_path, "generated-only", CASE, "sm90") is None
     assert best_recorded(tmp_path / "nowhere", "generated-only", CASE, "cpu") is None
+
+
+def test_a_run_with_cards_of_the_very_case_is_left_out(tmp_path: Path, record: Record) -> None:
+    for name, speed in {"other": "1.20", "own": "1.70"}.items():
+        record(tmp_path / f"{name}.jsonl", script=[whole(f"accepted.faster {speed}")], max_steps=1)
+    line = TrajectoryLine(at="2026-11-30T00:00:00Z", event=Noted(topic="cards", text=f"own-tile{OWN}"))
+    with (tmp_path / "own.jsonl").open("ab") as file:
+        file.write(to_json(line) + b"\n")
+    found = best_recorded(tmp_path, "generated-only", CASE, "cpu")
+    assert found is not None
+    assert found.path.stem == "other"
+    (tmp_path / "other.jsonl").unlink()
+    assert best_recorded(tmp_path, "generated-only", CASE, "cpu") is None
 
 
 @pytest.mark.parametrize("root", [kernel("slower.than_required 0.20"), None], ids=["another", "none"])
