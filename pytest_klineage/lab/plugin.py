@@ -155,8 +155,8 @@ class Models:
         return not isinstance(last, Stopped) or last.reason in CUT_SHORT
 
     def is_done(self, name: str) -> bool:
-        """Whether the trajectory of that name came to its end in an earlier turn, and is not to be resumed."""
-        recorded = self._in_turns and not self.is_replay and self.is_recorded(name)
+        """Whether the trajectory of that name was recorded by an earlier run, and this one is not to go on with it."""
+        recorded = self.is_recorded(name) and not self.is_replay
         return recorded and not self.is_under_way(name) and not self._is_resumed(name)
 
     def session(

@@ -2,51 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-# Not with the others: it lies in the folder above.
+# Not with the others: they lie in the folder above.
 from judged_roots import judging_once, taking_known_root
+from searches import NAIVE, judging, recorded_so_far, screening, task_of
 
-from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, Verdict, paper_case
-from pytest_klineage.executors.base import ExecutorGate
+from pytest_klineage import KernelCase, KlineageSession, paper_case
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers.instructions import cpu_features, instructions_for, machine_text
-from pytest_klineage.lab.optimizers.klineage import CardMethod
-from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
-from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, Screen, optimize
-from pytest_klineage.lab.optimizers.task import StepProgress, Task
+from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.klineage import CARDS_TOPIC, CardMethod
+from pytest_klineage.lab.optimizers.recording import Recording
+from pytest_klineage.lab.optimizers.replaying import has_root, steps_of
+from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, optimize
+from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.lab.plugin import Models, model_settings
-from pytest_klineage.records import (
-    Begun,
-    Event,
-    Interval,
-    Judged,
-    Machine,
-    Noted,
-    Stopped,
-    charged_usd,
-    from_json,
-    to_json,
-)
+from pytest_klineage.records import Interval, Judged, Machine, Stopped, begun_of, charged_usd
 from pytest_klineage.results.packed import line_files
-from pytest_klineage.results.runs import Record
 
 ROOT = Path(__file__).resolve().parents[2]
+EXPERT = "expert"
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 TRIALS, STEPS = 5, 8
 """How many there are unless --trials and --steps say otherwise."""
 RECOVERED = 0.9
 """Share of the expert's speed that counts as recovered, as in the paper's Table 3."""
 REFERENCES = {"cpu": "torch"}
+REFERENCE = "an expert's kernel"
+"""Whom prompts say that kernels are timed against."""
 GOAL = "Reach {share:.0%} of the reference's speed: the reference is an expert's kernel for this very case."
 NEEDS = (
     "needs a language model (--klineage-llm=exchange, anthropic or command); --klineage-llm=replay goes through "
@@ -61,7 +51,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     operator: str
     number: int
     best: Interval | None
-    """Expert's time over the best kernel's; None when none was right."""
+    """Expert's time over the best kernel's that a model made; None when none was right."""
     best_ms: float | None
     expert_ms: float | None
     steps: int
@@ -82,7 +72,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 def expert_of(platform: str, operator: str) -> Expert:
     """The platform's expert folder of an operator; the test is skipped without one."""
     for expert in find_experts(ROOT / "experts", platform):
-        if expert.operator == operator and {"naive", "expert"} <= set(expert.variants):
+        if expert.operator == operator and {NAIVE, EXPERT} <= set(expert.variants):
             return expert
     pytest.skip(f"experts/{operator} has no naive and expert kernel for {platform}")
 
@@ -134,7 +124,7 @@ def run_trial(
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     expert, case = expert_of(session.platform, operator), case_of(session.platform, operator)
     config = request.config
-    begun = _recorded(models, name)
+    begun = recorded_so_far(models, name).settings
     steps = int(begun.get("steps", config.getoption("--steps") or STEPS))
     screens = begun.get("screen") == "yes" if begun else models.screens
     features = cpu_features() if session.platform == "cpu" else ()
@@ -142,66 +132,19 @@ def run_trial(
         method, index, k=config.getoption("--cards"), capabilities=features, goal=GOAL.format(share=RECOVERED),
         max_steps=steps, contaminated=contaminated,
     )  # fmt: skip
-    task = _task(expert, case, session, features)
+    task = task_of(session, expert, case, features, reference=REFERENCE)
     settings = _settings(name, chosen, task, steps) | ({"screen": "yes"} if screens else {})
     opened = models.session(name, settings=settings)
     judge = _judge(name, session, models, expert, task, request)
+    write_line: Callable[[str], None] = request.getfixturevalue("write_line")
+    screen = screening(session.gate, against=expert.source(EXPERT)) if screens and not models.is_replay else None
     try:
         return optimize(
-            task, chosen, opened, judge, max_steps=steps, target_speedup=RECOVERED, on_step=telling(session, name),
-            screen=screening(session.gate, expert.source("expert")) if screens and not models.is_replay else None,
+            task, chosen, opened, judge, max_steps=steps, target_speedup=RECOVERED, screen=screen,
+            on_step=lambda step: write_line(f"{name}: {step.line}"),
         )  # fmt: skip
     finally:
         models.close()
-
-
-def telling(session: KlineageSession, name: str) -> Callable[[StepProgress], None] | None:
-    """Writes a line to the terminal after every step, past pytest's capture; None where no progress is wanted."""
-    plugins = session.config.pluginmanager
-    reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
-    if session.settings.progress == "off" or reporter is None:
-        return None
-
-    def tell(step: StepProgress) -> None:
-        with capture.global_and_fixture_disabled() if capture is not None else contextlib.nullcontext():
-            reporter.ensure_newline()
-            reporter.write_line(f"{name}: {step.line}")
-
-    return tell
-
-
-def judging(
-    session: KlineageSession, gate: Gate | ExecutorGate, expert: KernelSource, nodeid: str, *, keep: str | None
-) -> Judge:
-    """A judge that times against the expert, and keeps every verdict: in the run store, and with `keep` in results/."""
-
-    def judge(case: KernelCase, source: KernelSource) -> Verdict:
-        if session.progress is not None:
-            session.progress.begin(f"{case.id} {source.label}")
-        try:
-            verdict = gate.judge(case, source, reference_source=expert)
-        finally:
-            if session.progress is not None:
-                session.progress.end()
-        session.remember(nodeid, verdict)
-        if keep is not None:
-            path = verdicts_path(session, keep)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-            with path.open("ab") as file:
-                file.write(to_json(Record(nodeid=nodeid, verdict=verdict, recorded_at=at)) + b"\n")
-        return verdict
-
-    return judge
-
-
-def screening(gate: Gate | ExecutorGate, expert: KernelSource) -> Screen:
-    """A judge that screens against the expert. What it says is in the trajectory only."""
-
-    def screen(case: KernelCase, source: KernelSource, best: float) -> Verdict:
-        return gate.judge(case, source, reference_source=expert, screen_against=best)
-
-    return screen
 
 
 def verdicts_path(session: KlineageSession, name: str) -> Path:
@@ -259,25 +202,16 @@ def _judge(
     name: str, session: KlineageSession, models: Models, expert: Expert, task: Task, request: pytest.FixtureRequest
 ) -> Judge:
     """The session's gate, which takes a known root's verdict; in a replay a quick one, and every source once."""
-    against, nodeid = expert.source("expert"), request.node.nodeid
+    against, nodeid = expert.source(EXPERT), request.node.nodeid
     if models.is_replay:
-        quick = judging(session, request.getfixturevalue("quick_gate"), against, nodeid, keep=None)
+        quick = judging(session, request.getfixturevalue("quick_gate"), nodeid, against=against)
         return judging_once(quick, request.getfixturevalue("judged_before"))
-    judge = judging(session, session.gate, against, nodeid, keep=name)
+    kept = verdicts_path(session, name)
+    judge = judging(session, session.gate, nodeid, against=against, keep=kept)
     if task.root is None:
         return judge
-    files = sorted(verdicts_path(session, name).parent.glob("*.jsonl"))
+    files = list(line_files(kept.parent, "*"))
     return taking_known_root(judge, task.root, files, session.gate.machine())
-
-
-def _task(expert: Expert, case: KernelCase, session: KlineageSession, features: tuple[str, ...]) -> Task:
-    root = expert.source("naive")
-    described = machine_text(session.gate.machine(), threads=session.gate_settings.threads, features=features)
-    text = instructions_for(
-        case, expert.surface, session.platform, root.entry, root.flags, machine=described,
-        reference="an expert's kernel",
-    )  # fmt: skip
-    return Task(case=case, platform=session.platform, surface=expert.surface, root=root, instructions=text)
 
 
 def _settings(name: str, method: CardMethod, task: Task, steps: int) -> dict[str, str]:
@@ -287,29 +221,18 @@ def _settings(name: str, method: CardMethod, task: Task, steps: int) -> dict[str
     }  # fmt: skip
 
 
-def _recorded(models: Models, name: str) -> dict[str, str]:
-    """The settings that a trial was begun with, for a replay and a resumed run; empty for a new one."""
-    if not models.is_recorded(name):
-        return {}
-    return next((dict(event.settings) for event in _events(models.path(name)) if isinstance(event, Begun)), {})
-
-
-def _events(path: Path) -> list[Event]:
-    return [line.event for line in read_trajectory(path)[0]]
-
-
 def _trial(path: Path) -> Trial:
-    events = _events(path)
-    begun = next(event for event in events if isinstance(event, Begun))
-    verdicts = [from_json(event.text, VerdictMessage).verdict for event in events
-            if isinstance(event, Noted) and event.topic == VERDICT_TOPIC]  # fmt: skip
+    events = [line.event for line in read_trajectory(path)[0]]
+    begun = begun_of(events)
+    if begun is None:
+        pytest.fail(f"klineage: {path} does not begin as a trajectory does", pytrace=False)
+    made = [event for event in events if isinstance(event, Judged)][has_root(events) :]
+    before = Recording(events)
+    verdicts = [before.messages[event.source_digest].verdict for event in made]
     scored = [verdict for verdict in verdicts if verdict.scored and verdict.timing is not None]
     # By the lower end of the interval: of many estimates the highest would be the luckiest.
     best = max(scored, key=lambda verdict: verdict.timing.speedup.low if verdict.timing else 0.0, default=None)
     timing = best.timing if best is not None else None
-    notes = [event.text for event in events if isinstance(event, Noted) and event.topic == "cards"]
-    steps = [event for event in events if isinstance(event, Judged) and event.call]
-    malformed = [event for event in events if isinstance(event, Noted) and event.topic == "malformed"]
     return Trial(
         method=begun.settings["method"],
         operator=begun.settings["case"].partition("-")[0],
@@ -317,11 +240,11 @@ def _trial(path: Path) -> Trial:
         best=timing.speedup if timing is not None else None,
         best_ms=timing.candidate_ms if timing is not None else None,
         expert_ms=timing.reference_ms if timing is not None else None,
-        steps=len(steps) + len(malformed),
-        right=sum(event.speedup is not None or event.screened for event in steps),
+        steps=steps_of(events),
+        right=sum(verdict.ranked for verdict in verdicts),
         cost_usd=charged_usd(events),
         stopped=next((event.reason for event in reversed(events) if isinstance(event, Stopped)), "not ended"),
         model=begun.model,
-        cards=notes[0] if notes else "none",
+        cards=before.first(CARDS_TOPIC) or "none",
         machine=best.machine if best is not None else None,
     )

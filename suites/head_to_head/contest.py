@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
 
-import msgspec
 import pytest
 
-# Not with the others: it lies in the folder above.
-from judged_roots import judging_once, taking_known_root
+# Not with the others: they lie in the folder above.
+from judged_roots import taking_known_root
+from searches import NAIVE, recorded_so_far, task_of
 
-from pytest_klineage import Gate, KernelCase, KernelSource, KlineageSession, UnknownName, Verdict, paper_case
-from pytest_klineage.executors.base import ExecutorGate
+from pytest_klineage import KernelCase, KlineageSession, UnknownName, paper_case
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.retrieval import CardIndex
-from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.lab.optimizers.instructions import cpu_features, instructions_for, machine_text
+from pytest_klineage.lab.optimizers.adaexplore.method import START_TOPIC
+from pytest_klineage.lab.optimizers.instructions import cpu_features
+from pytest_klineage.lab.optimizers.klineage import CARDS_TOPIC
 from pytest_klineage.lab.optimizers.methods import COMPARED, METHOD_NAMES, MethodSettings, make_method, needs_cards
 from pytest_klineage.lab.optimizers.replaying import read_recorded, replayed
 from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, Screen, optimize
 from pytest_klineage.lab.optimizers.task import StepProgress, Task
-from pytest_klineage.lab.plugin import ALL, Models, model_settings
-from pytest_klineage.records import Begun
-from pytest_klineage.results.packed import append_line
-from pytest_klineage.results.runs import Record
+from pytest_klineage.lab.plugin import Models
 from pytest_klineage.surfaces import SURFACES
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
-NAIVE = "naive"
-"""The kernel that every run begins with."""
 RUNS, STEPS = 3, 256
 """How many there are unless --runs and --steps say otherwise. More steps than any method's own search has, 248: dollars
 end a run, since one generation of a method is not its result."""
@@ -85,18 +78,23 @@ def ask(
     `kept` is the file of verdicts, in which the root's may stand already. `screen` screens kernels before `judge`
     where --klineage-screen asks for it, or the run was begun so.
     """
-    if models.is_recorded(name) and not is_resumed(session, name) and not models.is_under_way(name):
+    if models.is_done(name):
         pytest.skip(f"{models.path(name)} is recorded; --klineage-resume={name} goes on with it")
     config, expert = session.config, expert_of(session, operator)
-    begun = _begun(models, name)
+    before = recorded_so_far(models, name)
+    begun = before.settings
     steps = int(begun.get("steps", config.getoption("--steps") or STEPS))
     features = cpu_features() if session.platform == "cpu" else ()
-    task = _task(expert, case_of(session.platform, operator), session, features, seed=int(name.rpartition("-")[2]))
-    index = library(config, session.platform) if needs_cards(method) and not begun else CardIndex(())
+    case, seed = case_of(session.platform, operator), int(name.rpartition("-")[2])
+    task = task_of(session, expert, case, features, seed=seed)
+    # A run may wait for the root's verdict before it comes to its cards or rules: only notes say that it did.
+    chooses = needs_cards(method) and before.first(CARDS_TOPIC) is None
+    index = library(config, session.platform) if chooses else CardIndex(())
+    rules = Path("recorded") if before.first(START_TOPIC) is not None else None
     settings = MethodSettings(
         index=index, k=config.getoption("--cards"), capabilities=features, max_steps=steps,
         contaminated=config.getoption("--own-cards"),
-        rules_path=config.getoption("--rules") or (Path("recorded") if begun else None),
+        rules_path=config.getoption("--rules") or rules,
     )  # fmt: skip
     screens = begun.get("screen") == "yes" if begun else models.screens
     recorded = _settings(name, method, task, steps, config) | ({"screen": "yes"} if screens else {})
@@ -138,69 +136,6 @@ def library(config: pytest.Config, platform: str) -> CardIndex:
     if not any(card.status == "admitted" and platform in {at.platform for at in card.verified} for card in cards):
         pytest.skip(f"{folder} has no card that is admitted on {platform}: see suites/lineage and suites/admission")
     return CardIndex(cards)
-
-
-def is_resumed(session: KlineageSession, name: str) -> bool:
-    """Whether --klineage-resume names this run."""
-    pattern: str = model_settings(session.config).get("resume") or ""
-    return pattern == ALL or bool(pattern and fnmatch(name, pattern))
-
-
-def judging(
-    session: KlineageSession, gate: Gate | ExecutorGate, nodeid: str, method: str, *, keep: Path | None = None,
-    known: dict[tuple[str, str], Verdict] | None = None,
-) -> Judge:  # fmt: skip
-    """A judge that shows its progress, and keeps every verdict: in the run store, and with its samples in `keep`.
-
-    What is in `known` is not judged again; what is judged is added to it.
-    """
-
-    def judge(case: KernelCase, source: KernelSource) -> Verdict:
-        source = msgspec.structs.replace(source, label=source.label or method)
-        if session.progress is not None:
-            session.progress.begin(f"{case.id} {source.label}")
-        try:
-            verdict = gate.judge(case, source)
-        finally:
-            if session.progress is not None:
-                session.progress.end()
-        session.remember(nodeid, verdict)
-        if keep is not None:
-            _append(keep, nodeid, verdict)
-        return verdict
-
-    return judge if known is None else judging_once(judge, known)
-
-
-def screening(gate: Gate | ExecutorGate, method: str) -> Screen:
-    """A judge that screens. What it says is in the trajectory only, since its speedups are not for publication."""
-
-    def screen(case: KernelCase, source: KernelSource, best: float) -> Verdict:
-        labelled = msgspec.structs.replace(source, label=source.label or method)
-        return gate.judge(case, labelled, screen_against=best)
-
-    return screen
-
-
-def _append(path: Path, nodeid: str, verdict: Verdict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    append_line(path, Record(nodeid=nodeid, verdict=verdict, recorded_at=at))
-
-
-def _begun(models: Models, name: str) -> dict[str, str]:
-    """The settings that a run was begun with; empty for a new one."""
-    if not models.is_recorded(name):
-        return {}
-    events = (line.event for line in read_trajectory(models.path(name))[0])
-    return next((dict(event.settings) for event in events if isinstance(event, Begun)), {})
-
-
-def _task(expert: Expert, case: KernelCase, session: KlineageSession, features: tuple[str, ...], *, seed: int) -> Task:
-    root = expert.source(NAIVE)
-    described = machine_text(session.gate.machine(), threads=session.gate_settings.threads, features=features)
-    text = instructions_for(case, expert.surface, session.platform, root.entry, root.flags, machine=described)
-    return Task(case=case, platform=session.platform, surface=expert.surface, root=root, instructions=text, seed=seed)
 
 
 def _settings(name: str, method: str, task: Task, steps: int, config: pytest.Config) -> dict[str, str]:

@@ -20,12 +20,12 @@ from contest import (
     VERDICTS_SUFFIX,
     ask,
     folder_of,
-    judging,
     methods_asked,
     replay,
     run_numbers,
-    screening,
 )
+from judged_roots import judging_once
+from searches import judging, screening
 from standings import standings_in, tables
 
 from pytest_klineage import KlineageSession, UsageError
@@ -81,12 +81,12 @@ def test_head_to_head(
     try:
         if klineage_models.is_replay:
             quick, known = request.getfixturevalue("quick_gate"), request.getfixturevalue("judged_before")
-            judge = judging(klineage_session, quick, nodeid, method, known=known)
+            judge = judging_once(judging(klineage_session, quick, nodeid, label=method), known)
             outcome = replay(name, operator, klineage_session, klineage_models, judge, tmp_path / "replay.jsonl")
         else:
             kept = base_of(klineage_session) / f"{platform}{VERDICTS_SUFFIX}"
-            judge = judging(klineage_session, klineage_session.gate, nodeid, method, keep=kept)
-            screen = screening(klineage_session.gate, method)
+            judge = judging(klineage_session, klineage_session.gate, nodeid, label=method, keep=kept)
+            screen = screening(klineage_session.gate, label=method)
             outcome = ask(name, method, operator, klineage_session, klineage_models, judge, write_line, kept, screen)
     except UsageError as error:
         pytest.fail(f"klineage: {error}", pytrace=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from pytest_klineage.records import (
     SkillCard,
     Surface,
 )
+from pytest_klineage.results.packed import packed
 
 MODEL = """
 import sys
@@ -148,6 +150,34 @@ def test_recovery_is_measured_replayed_and_compared(pytestconfig: pytest.Config,
     assert "2 passed" in without
     table = (results / "ablations" / "generated_only-cpu.md").read_text()
     assert "| generated-only | gemm | 2 | 2 | 1.000 | 0.20 [0.20, 0.20] | 5.50x | 0.000 |" in table
+
+
+def test_the_root_is_no_kernel_of_a_trial(pytestconfig: pytest.Config, folder: Path) -> None:
+    (folder / "model.py").write_text('print("PLAN: go on\\n```cpp\\n// wrong_value.mismatch 0.50\\n```")\n')
+    ablation(pytestconfig, folder, "test_roundtrip_recovery", *asking(folder))
+    table = (folder / "results" / "ablations" / "roundtrip_recovery-cpu.md").read_text()
+    # One kernel, which is wrong, and twice the same again.
+    assert "| gemm | 1 | none was right | - | - | 3 | 0 | 0.000 | step_limit |" in table
+    ablation(pytestconfig, folder, "test_generated_only", *asking(folder))
+    table = (folder / "results" / "ablations" / "generated_only-cpu.md").read_text()
+    assert "| generated-only | gemm | 2 | 0 | - | no right kernel | - | 0.000 |" in table
+
+
+def test_packed_verdicts_are_gone_on_with(pytestconfig: pytest.Config, folder: Path) -> None:
+    one = (*asking(folder), "--trials=1")
+    assert "1 passed" in ablation(pytestconfig, folder, "test_roundtrip_recovery", *one)
+    kept = folder / "results" / "ablations" / "roundtrip_recovery-cpu.jsonl"
+    before = kept.read_bytes()
+    packed(kept).write_bytes(gzip.compress(before))
+    kept.unlink()
+    assert "2 passed" in ablation(pytestconfig, folder, "test_generated_only", *asking(folder))
+    others = kept.with_name("generated_only-cpu.jsonl").read_bytes().splitlines()
+    assert len(others) == 2, "a kernel of each trial: the root's verdict is in the packed file"
+    (folder / "results" / "trajectories" / "roundtrip_recovery-cpu" / "klineage" / "gemm-1.jsonl").unlink()
+    assert "1 passed" in ablation(pytestconfig, folder, "test_roundtrip_recovery", *one)
+    lines = kept.read_bytes()
+    assert lines.startswith(before)
+    assert len(lines.splitlines()) == len(before.splitlines()) + 2, "the root is known"
 
 
 def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> None:

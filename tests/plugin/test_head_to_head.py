@@ -126,6 +126,8 @@ def asking(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 METHODS = "--methods=generated-only,adaexplore,accelopt"
+OWN_SCAN = "own-scan; some were lifted from this operator and shape"
+"""The note of a run that was shown the card of `skills`."""
 
 
 def test_runs_are_recorded_replayed_and_compared(pytestconfig: pytest.Config, folder: Path) -> None:
@@ -202,7 +204,9 @@ def test_what_is_missing_is_said(pytestconfig: pytest.Config, folder: Path) -> N
     assert "has no card that is admitted on cpu" in cards
 
 
-def test_cards_of_the_own_workload_are_left_out_or_labelled(pytestconfig: pytest.Config, folder: Path) -> None:
+@pytest.fixture
+def skills(folder: Path) -> Path:
+    """A library whose only card was lifted from the workload's own operator and shape."""
     shape = {"B": 64, "S": 4096, "K": 512}
     origin = Context(operator="topk", shape=shape, dtype="fp32", surface=Surface.CPP, platform="cpu")
     card = SkillCard(
@@ -212,20 +216,51 @@ def test_cards_of_the_own_workload_are_left_out_or_labelled(pytestconfig: pytest
         effect=Effect(summary="faster"), scope=CardScope(), origins=(origin,),
     )  # fmt: skip
     write_card(folder / "skills", card)
-    run = asking(folder, "--methods=klineage", f"--skills={folder / 'skills'}")
+    return folder / "skills"
+
+
+def noted(folder: Path, method: str, topic: str) -> list[str]:
+    """What a method's run noted on a topic."""
+    lines, _ = read_trajectory(folder / "results" / "head_to_head" / "cpu" / method / "topk-1.jsonl")
+    return [line.event.text for line in lines if isinstance(line.event, Noted) and line.event.topic == topic]
+
+
+def test_cards_of_the_own_workload_are_left_out_or_labelled(
+    pytestconfig: pytest.Config, folder: Path, skills: Path
+) -> None:
+    run = asking(folder, "--methods=klineage", f"--skills={skills}")
     assert "1 passed" in suite(pytestconfig, folder, *run)
     assert "1 passed" in suite(pytestconfig, folder, *run, "--own-cards")
-    base = folder / "results" / "head_to_head"
-    notes = {
-        name: [line.event.text for line in read_trajectory(base / "cpu" / name / "topk-1.jsonl")[0]
-               if isinstance(line.event, Noted) and line.event.topic == "cards"]
-        for name in ("klineage", "klineage-own-cards")
-    }  # fmt: skip
-    assert notes["klineage"] == ["none"]
-    assert notes["klineage-own-cards"] == ["own-scan; some were lifted from this operator and shape"]
-    table = (base / "cpu.md").read_text()
+    assert noted(folder, "klineage", "cards") == ["none"]
+    assert noted(folder, "klineage-own-cards", "cards") == [OWN_SCAN]
+    table = (folder / "results" / "head_to_head" / "cpu.md").read_text()
     assert "\n| klineage | " in table
     assert "\n| klineage, own cards | " in table
+
+
+def test_a_run_that_waited_at_its_root_gets_cards_and_rules(
+    pytestconfig: pytest.Config, folder: Path, skills: Path
+) -> None:
+    (folder / "rules").write_text("You cannot divide by zero||3\n")
+    run = asking(
+        folder, "--methods=klineage,adaexplore-shared", f"--skills={skills}", "--own-cards",
+        f"--rules={folder / 'rules'}",
+    )  # fmt: skip
+    assert "2 passed" in suite(pytestconfig, folder, *run)
+    for method in ("klineage-own-cards", "adaexplore-shared"):
+        path = folder / "results" / "head_to_head" / "cpu" / method / "topk-1.jsonl"
+        path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    said = suite(pytestconfig, folder, *run, "--klineage-resume=all")
+    assert "2 passed" in said, said
+    assert noted(folder, "klineage-own-cards", "cards") == [OWN_SCAN]
+    assert noted(folder, "adaexplore-shared", "adaexplore start") == ["You cannot divide by zero||3\n"]
+
+    # What a run has noted counts from then on: neither the library nor the rules need be there.
+    skills.rename(folder / "gone")
+    (folder / "rules").unlink()
+    again = suite(pytestconfig, folder, *run, "--klineage-resume=all")
+    assert "2 passed" in again, again
+    assert noted(folder, "klineage-own-cards", "cards") == [OWN_SCAN]
 
 
 def test_suites_can_be_named_together(pytestconfig: pytest.Config, folder: Path) -> None:
