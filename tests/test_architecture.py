@@ -22,7 +22,7 @@ PACKAGE = ROOT / "pytest_klineage"
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 FLOORS = (
-    ("errors", "channel", "extensions"),
+    ("errors", "channel", "extensions", "files"),
     ("records",),
     ("operators", "references", "surfaces", "results"),
     ("gate", "formats", "report"),

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
 from pytest_klineage.errors import BadRecord, StoreError, WaitsForVerdict
+from pytest_klineage.files import written_beside
 from pytest_klineage.records import Machine, from_json, to_json
 from pytest_klineage.records.codec import finite_json
 from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
@@ -228,10 +228,13 @@ class BatchFolder:
 
 
 def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
-    """Write a file as `_publish` does, and the folder that it lies in. Raises StoreError."""
+    """Write a file that appears whole and synced, and the folder that it lies in; one that is there stays unless it is
+    to be replaced. Raises StoreError."""
     _make(path.parent)
     try:
-        _publish(path, data, replace=replace)
+        with written_beside(path, data, synced=True) as name:
+            if replace or not path.exists():
+                os.replace(name, path)
     except OSError as error:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -260,25 +263,6 @@ def _request_in(path: Path) -> JudgeRequest | None:
 def _files_in(path: Path) -> tuple[CarriedFile, ...]:
     request = _request_in(path)
     return request.files if request is not None else ()
-
-
-def _publish(path: Path, data: bytes, *, replace: bool) -> None:
-    """Write a file that appears whole and synced under its name; one that is there stays unless it is to be replaced.
-
-    What a killed process leaves is a hidden file that is not read. Raises OSError.
-    """
-    descriptor, name = tempfile.mkstemp(prefix=".", suffix=".part", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        if replace or not path.exists():
-            os.replace(name, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def _locked(path: Path) -> int | None:

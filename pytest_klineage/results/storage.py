@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pytest_klineage.files import written_beside
 from pytest_klineage.records import to_plain
 from pytest_klineage.records.codec import finite, finite_json
 
@@ -40,9 +41,5 @@ def _outlined(value: Any, levels: int, line: str) -> str:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees the old one or the new one. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_bytes(data)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with written_beside(path, data) as name:
+        os.replace(name, path)

@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
 from pytest_klineage.errors import BadRecord
+from pytest_klineage.files import written_beside
 from pytest_klineage.records import SCHEMA_VERSION, Build, Code, KernelSource, from_json, to_json
 from pytest_klineage.surfaces.base import Built, SurfaceFailure
 
@@ -120,18 +120,11 @@ def _replace(path: Path, content: bytes) -> None:
     """
     if _has(path, content):
         return
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
+    with written_beside(path, content) as name:
         with contextlib.suppress(OSError):
             os.link(name, path)  # fails where somebody was faster
         if not _has(path, content):
             os.replace(name, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
 
 
 def _has(path: Path, content: bytes) -> bool:
