@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,21 +178,25 @@ class BatchFolder:
     def counts(self) -> Counts:
         """How the folder stands."""
         requests = self._requests()
-        known = [request for request in requests if request is not None]
-        done = [request for request in known if self._path(REPLY, request.digest).exists()]
-        failed = [request for request in known if request not in done and self._given_up(request.digest) is not None]
-        left = [request for request in known if request not in done and request not in failed]
-        claimed = [request for request in left if _is_locked(self._path(CLAIM, request.digest))]
-        names = sorted({request.platform for request in left})
+        states = [(self._state(request.digest), request.platform) for request in requests if request is not None]
+        count = Counter(state for state, _ in states)
+        left = Counter(platform for state, platform in states if state in ("open", "claimed"))
         return Counts(
-            open=len(left) - len(claimed), claimed=len(claimed), done=len(done), failed=len(failed),
-            refused=len(requests) - len(known), faults=len(self._files(FAULT)),
-            platforms=tuple((name, sum(request.platform == name for request in left)) for name in names),
+            open=count["open"], claimed=count["claimed"], done=count["done"], failed=count["failed"],
+            refused=len(requests) - len(states), faults=len(self._files(FAULT)), platforms=tuple(sorted(left.items())),
         )  # fmt: skip
 
     def _requests(self) -> list[JudgeRequest | None]:
         """Every request; None for a file that is refused."""
         return [_request_in(path) for path in self._files(REQUEST)]
+
+    def _state(self, digest: str) -> str:
+        """What `Counts` calls the state of a request."""
+        if self._path(REPLY, digest).exists():
+            return "done"
+        if self._given_up(digest) is not None:
+            return "failed"
+        return "claimed" if _is_locked(self._path(CLAIM, digest)) else "open"
 
     def _is_finished(self, digest: str) -> bool:
         return self._path(REPLY, digest).exists() or self._given_up(digest) is not None
