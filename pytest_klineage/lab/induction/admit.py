@@ -55,11 +55,6 @@ class Roundtrip(msgspec.Struct, frozen=True, kw_only=True):
     """In a replay: what the gate says now of each recorded kernel."""
     spent_usd: float = 0.0
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether the card's effect was seen."""
-        return self.trial is not None and self.trial.outcome is TrialOutcome.SUCCESS
-
 
 def roundtrip(
     card: SkillCard,

@@ -121,6 +121,8 @@ def save_trial(
         why=target.why, state=state, kernel=kernel, trial=done.trial,
     )  # fmt: skip
     try:
+        if not (directory / TRIAL_FILE).exists():  # what was cut off before it was a trial
+            shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         for name, text in {**texts, **more}.items():
             write_atomically(directory / name, text.encode())

@@ -159,6 +159,15 @@ def test_a_second_trial_lies_beside_the_first(run: Any, card: SkillCard, tmp_pat
         assert saved.kernel is None
 
 
+def test_a_trial_that_was_cut_off_is_stored_again(run: Any, card: SkillCard, tmp_path: Path) -> None:
+    done, files = run(NO_KERNEL, repairs=0), {"trajectory": run.trajectory, "verdicts": run.verdicts}
+    whole = save_trial(tmp_path / "a", card.name, done, **files).directory
+    (whole / TRIAL_FILE).unlink()
+    (whole / "kernel.cpp").touch()
+    assert save_trial(tmp_path / "a", card.name, done, **files).directory == whole
+    assert not (whole / "kernel.cpp").exists()
+
+
 def test_what_is_no_trial_is_not_stored(run: Any, card: SkillCard, tmp_path: Path) -> None:
     done = run(BackendFailed(Failure.OVERLOADED, "busy", billed=False))
     with pytest.raises(UsageError, match="no trial to store"):

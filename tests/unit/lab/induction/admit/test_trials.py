@@ -45,7 +45,7 @@ from pytest_klineage.records import (
 def test_a_success_admits_the_card(run: Any, card: SkillCard, stored: StoredLineage, target: AdmissionTarget) -> None:
     done = run(block(FAST))
     trial = done.trial
-    assert done.succeeded, done.message
+    assert done.message.startswith("success")
     assert (trial.outcome, trial.held_out) == (TrialOutcome.SUCCESS, True)
     assert trial.code is Code.ACCEPTED_FASTER
     assert trial.speedup == Interval(5.0, 4.8, 5.2)
@@ -71,7 +71,7 @@ def test_the_model_gets_card_contract_and_state_and_nothing_else(run: Any, card:
 
 def test_a_wrong_kernel_is_repaired(run: Any) -> None:
     done = run(block(BAD), block(FAST))
-    assert done.succeeded, done.message
+    assert done.message.startswith("success")
     assert "wrong_value" in run.backend.asked[1].turns[-1].text
 
 
@@ -110,7 +110,7 @@ def test_a_failed_call_is_no_trial_and_is_resumed(run: Any) -> None:
     assert "backend_failed" in done.message
     run.session.close()
     again = run(block(FAST))
-    assert again.succeeded, again.message
+    assert again.message.startswith("success")
     assert len(run.backend.asked) == 1
 
 
