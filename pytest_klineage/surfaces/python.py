@@ -64,7 +64,7 @@ def lay_out(source: KernelSource, directory: Path) -> Path:
     """Write the source's files into a new folder, the first as the module that is imported."""
     directory.mkdir()
     for name, text in named_files(source).items():
-        (directory / name).write_text(text)
+        (directory / name).write_bytes(text.encode())
     return directory
 
 
@@ -78,9 +78,9 @@ def holds(directory: Path, source: KernelSource) -> bool:
     files = named_files(source)
     try:
         return set(os.listdir(directory)) == set(files) and all(
-            (directory / name).read_text() == text for name, text in files.items()
+            (directory / name).read_bytes() == text.encode() for name, text in files.items()
         )
-    except (OSError, UnicodeDecodeError):
+    except OSError:
         return False
 
 

@@ -155,6 +155,16 @@ def test_the_same_source_is_laid_out_once(tmp_path: Path) -> None:
     assert [path.name for path in first.artifact.iterdir()] == [f"{MODULE_NAME}.py"]
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_layout_is_kept_whatever_ends_its_lines(end: str, tmp_path: Path) -> None:
+    def inode() -> int:
+        built = PythonBackend().build(source(f"x = 1{end}"), tmp_path, platform="cpu", timeout_s=60)
+        return built.artifact.stat().st_ino
+
+    first = inode()
+    assert inode() == first
+
+
 def test_a_layout_that_was_altered_is_laid_out_again(tmp_path: Path) -> None:
     def build() -> Path:
         return PythonBackend().build(source("x = 1\n"), tmp_path, platform="cpu", timeout_s=60).artifact
