@@ -51,10 +51,15 @@ def definition_of(case: KernelCase) -> TraceDefinition:
         raise Unsupported(case.id, f"{case.operator} is not one call of PyTorch; known: {known}")
     if "layout" in case.options:
         raise Unsupported(case.id, f"the layout {case.options['layout']}: the format knows no strides")
-    signature, shapes = chosen.signature(case), chosen.tensor_axes
-    specs = (*signature.inputs, *signature.outputs)
-    sizes = {axis: size for spec in specs for axis, size in zip(shapes[spec.name], spec.shape, strict=True)}
-    tensors = {spec.name: TraceTensor(shape=shapes[spec.name], dtype=LONG[spec.dtype]) for spec in specs}
+    signature, sizes, tensors = chosen.signature(case), dict[str, int](), dict[str, TraceTensor]()
+    for spec in (*signature.inputs, *signature.outputs):
+        # Attention's keys may have fewer heads than its queries: such an axis is the tensor's own.
+        axes = tuple(
+            axis if sizes.setdefault(axis, size) == size else f"{axis}_{spec.name}"
+            for axis, size in zip(chosen.tensor_axes[spec.name], spec.shape, strict=True)
+        )
+        sizes |= dict(zip(axes, spec.shape, strict=True))
+        tensors[spec.name] = TraceTensor(shape=axes, dtype=LONG[spec.dtype])
     names = [spec.name for spec in signature.inputs]
     return TraceDefinition(
         name=definition_name(case), op_type=case.operator,

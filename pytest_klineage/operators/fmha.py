@@ -74,8 +74,12 @@ class Fmha(Operator):
     tensor_axes: ClassVar[dict[str, tuple[str, ...]]] = dict.fromkeys("qkvo", ("B", "H", "S", "D"))
 
     def in_torch(self, case: KernelCase, *, in_order: bool = False) -> str:
-        causal = self.option(case, "causal")
-        return f"return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal={causal})"
+        seen = f"is_causal={self.option(case, 'causal')}"
+        if window := self._window(case):
+            every = "torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device)"
+            seen = f"attn_mask={every}.tril().triu({1 - window})"
+        shared = ", enable_gqa=True" if self._group(case) > 1 else ""
+        return f"return torch.nn.functional.scaled_dot_product_attention(q, k, v, {seen}{shared})"
 
     def validate(self, case: KernelCase) -> None:
         heads, group = case.shape["H"], self._group(case)

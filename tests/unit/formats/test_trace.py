@@ -46,6 +46,7 @@ CASES = [
     make_case("conv2d", (2, 8, 12, 14, 16, 3, 2, 1), "fp16", "torch"),
     make_case("fmha", (1, 2, 64, 32), "fp16", "torch", causal=True),
     make_case("fmha", (1, 2, 64, 32), "fp32", "torch"),
+    make_case("fmha", (1, 4, 64, 32), "fp32", "torch", causal=True, window=16, group=2),
     make_case("topk", (4, 256, 32), "fp32", "torch"),
 ]
 GEMM: dict[str, Any] = {

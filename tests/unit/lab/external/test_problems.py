@@ -25,6 +25,8 @@ CASES = [
     make_case("conv2d", (2, 3, 8, 9, 4, 3, 1, 1), "fp32", "torch", layout="nhwc"),
     make_case("fmha", (2, 3, 8, 4), "fp32", "torch"),
     make_case("fmha", (2, 3, 8, 4), "fp32", "torch", causal=True, layout="bshd"),
+    make_case("fmha", (2, 4, 24, 4), "fp32", "torch", group=2),
+    make_case("fmha", (2, 4, 24, 4), "fp32", "torch", causal=True, window=16, group=4),
     make_case("topk", (4, 32, 5), "fp32", "torch"),
     make_case("gdn", (2, 4, 8, 4, 12), "fp32", "torch"),
     make_case("gdn", (2, 4, 8, 4, 12), "fp32", "torch", initial_state=True),
