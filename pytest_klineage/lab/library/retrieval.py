@@ -100,11 +100,6 @@ class Retrieval(msgspec.Struct, frozen=True, kw_only=True):
     explanations: tuple[Explanation, ...] = ()
     """One for every card of the library, by name, when asked for."""
 
-    @property
-    def contaminated(self) -> bool:
-        """Whether a card comes from the target's own operator and shape: a run with these cards must say so."""
-        return any(match.contaminated for match in self.matches)
-
 
 class _Entry(NamedTuple):
     """A card with the numbers of the places at which it was verified."""
@@ -194,7 +189,7 @@ class CardIndex:
             platforms=self._platforms.number(frozenset(platform_or_same(context.platform) for context in at)),
             steps=tuple(sorted(steps)) or (self._steps.number(NOWHERE),),
             terms=self._terms.number((card.status, needs(card))),
-            origins=frozenset((context.operator, _shape(context.shape)) for context in card.origins) or UNKNOWN,
+            origins=_origins(card),
         )
 
     def _columns(self, target: RetrievalTarget) -> _Columns:
@@ -261,6 +256,15 @@ def _nearest(columns: _Columns, eligible: Sequence[int], k: int) -> dict[int, tu
         ):
             by[position] = (*by.get(position, ()), dimension)
     return by
+
+
+def lifted_from(card: SkillCard, case: KernelCase) -> bool:
+    """Whether a card comes from a lineage of the case's operator and shape, or may."""
+    return bool(_own(case) & _origins(card))
+
+
+def _origins(card: SkillCard) -> frozenset[tuple[str, Shape]]:
+    return frozenset((context.operator, _shape(context.shape)) for context in card.origins) or UNKNOWN
 
 
 def _own(case: KernelCase) -> frozenset[tuple[str, Shape]]:

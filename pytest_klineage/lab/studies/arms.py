@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from pytest_klineage.lab.library.rendering import prompt_text
-from pytest_klineage.lab.library.retrieval import CardIndex, Match, RetrievalTarget
+from pytest_klineage.lab.library.retrieval import CardIndex, Match, RetrievalTarget, lifted_from
 from pytest_klineage.lab.llm.conversation import estimated_tokens
 from pytest_klineage.records import KernelCase, SkillCard
 
@@ -25,8 +25,9 @@ def cards_for(
     usable = [
         card for card in library
         if target.platform in card.scope.platforms and (not wanted or wanted & set(card.scope.capabilities))
+        and not lifted_from(card, own)
     ]  # fmt: skip
-    found = CardIndex(usable).retrieve(target, k, candidates=True, contaminated=target.case.operator != own.operator)
+    found = CardIndex(usable).retrieve(target, k, candidates=True)
     return tuple(match.card for match in sorted(found.matches, key=_nearest_first)[:at_most])
 
 

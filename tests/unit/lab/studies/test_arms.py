@@ -52,7 +52,12 @@ def test_a_kin_operators_cards_are_no_contamination() -> None:
     """An 8-bit product has no lineage; a bf16 one of its shape is kin, not the same."""
     kin = make_case("gemm", (4096, 4096, 4096), "bf16", "torch")
     own = msgspec.structs.replace(kin, operator="fp8_gemm", requires=("wgmma",))
-    assert any(at.operator == "gemm" for card in chosen(own, kin) for at in card.origins)
+    cards = chosen(own, kin)
+    assert any(at.operator == "gemm" for card in cards for at in card.origins)
+    lifted = [msgspec.structs.replace(at, operator=own.operator, shape=own.shape) for at in cards[0].origins]
+    mine = msgspec.structs.replace(cards[0], name="mine", origins=(*lifted, *cards[0].origins))
+    target = RetrievalTarget(case=kin, surface=Surface.CUDA, platform="sm90")
+    assert cards_for([mine, *LIBRARY], target, own, k=8, at_most=4) == cards
 
 
 @settings(max_examples=15, deadline=None)
