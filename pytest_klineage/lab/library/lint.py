@@ -29,7 +29,7 @@ from pytest_klineage.lab.library.rendering import (
     NAME,
     NAME_LIMIT,
     card_tokens,
-    description,
+    full_description,
     skill_markdown,
 )
 from pytest_klineage.records import CardStatus, Context, Lineage, PreconditionClass, SkillCard, Surface, TrialOutcome
@@ -223,7 +223,7 @@ def _fields(card: SkillCard, lineages: Mapping[str, Lineage]) -> Iterator[tuple[
             yield LintRule.EMPTY, f"{name} is empty"
     if len(card.intent) > INTENT_LIMIT:
         yield LintRule.LENGTH, f"intent has {len(card.intent)} characters; at most {INTENT_LIMIT}"
-    if len(description(card)) == DESCRIPTION_LIMIT:
+    if len(full_description(card)) > DESCRIPTION_LIMIT:
         yield LintRule.LENGTH, f"intent and anchor are cut in the description of {DESCRIPTION_LIMIT} characters"
     if (tokens := card_tokens(card)) > CARD_TOKENS:
         yield (

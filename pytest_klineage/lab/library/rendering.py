@@ -80,7 +80,13 @@ def card_tokens(card: SkillCard) -> int:
 
 
 def description(card: SkillCard) -> str:
-    """One paragraph of at most 1024 characters: what it does, and when to think of it."""
+    """`full_description` in at most 1024 characters."""
+    text = full_description(card)
+    return text if len(text) <= DESCRIPTION_LIMIT else text[: DESCRIPTION_LIMIT - 3].rstrip() + "..."
+
+
+def full_description(card: SkillCard) -> str:
+    """One paragraph: what it does, and when to think of it."""
     scope = [
         ("operators", card.scope.operators),
         ("languages", card.scope.surfaces),
@@ -88,8 +94,7 @@ def description(card: SkillCard) -> str:
         ("after", tuple(step.value for step in card.scope.prior)),
     ]
     positions = "; ".join(f"{name}: {', '.join(values)}" for name, values in scope if values and ANY not in values)
-    text = _one_line(f"{card.intent} Use when the kernel has: {card.anchor}{f' ({positions})' if positions else ''}")
-    return text if len(text) <= DESCRIPTION_LIMIT else text[: DESCRIPTION_LIMIT - 3].rstrip() + "..."
+    return _one_line(f"{card.intent} Use when the kernel has: {card.anchor}{f' ({positions})' if positions else ''}")
 
 
 def sections(card: SkillCard) -> Iterator[tuple[str, str]]:

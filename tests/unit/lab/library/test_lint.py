@@ -22,6 +22,7 @@ from pytest_klineage.lab.library.lint import (
     lint_folder,
     with_effect_of_step,
 )
+from pytest_klineage.lab.library.rendering import description
 from pytest_klineage.records import (
     CardScope,
     CardStatus,
@@ -89,6 +90,8 @@ CASES: list[tuple[dict[str, Any], LintRule]] = [
     ({"risks": (Risk(text=""),)}, LintRule.EMPTY),
     ({"intent": "x" * 401}, LintRule.LENGTH),
     ({"anchor": "x" * 1000}, LintRule.LENGTH),
+    ({"anchor": "x" + " y" * 600}, LintRule.LENGTH),
+    ({"anchor": "xx" + " y" * 600}, LintRule.LENGTH),
     ({"preconditions": ()}, LintRule.CLASS_MISSING),
     ({"evidence": ()}, LintRule.EVIDENCE_MISSING),
     ({"evidence": (Evidence("topk/cpu-cpp", "1" * 64),)}, LintRule.EVIDENCE_UNKNOWN),
@@ -119,6 +122,13 @@ def test_a_broken_rule_is_found(
     findings = lint_card(make_card(**fields), lineages)
     assert rules(findings) == {rule}
     assert all(finding.warning == (rule in WARNINGS) for finding in findings)
+
+
+def test_a_description_that_just_fits_is_not_cut(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
+    rest = 1024 - len(description(make_card(anchor="x")))
+    card = make_card(anchor="x" * (1 + rest))
+    assert len(description(card)) == 1024
+    assert lint_card(card, lineages) == []
 
 
 def test_a_hopper_card_that_claims_sm120_is_found(make_card: MakeCard, lineages: dict[str, Lineage]) -> None:
