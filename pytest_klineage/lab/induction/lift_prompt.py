@@ -70,25 +70,6 @@ def _without_figures(text: str) -> list[str]:
 
 
 def _site_text(site: Site, number: int) -> str:
-    transition, lineage = site.transition, site.lineage
-    if site.on_gpu:
-        return _gpu_site_text(site, number)
-    sizes = ", ".join(f"{axis} = {size}" for axis, size in lineage.case.shape.items())
-    before = ", ".join(category.value for category in site.done) or "none: the kernel before it is naive"
-    facts = [
-        f"# Transition {number}: {site.position} of {len(lineage.transitions)}",
-        "",
-        f"- operator: {lineage.operator}, {lineage.case.dtype}, {sizes}",
-        f"- platform and language: {lineage.platform}, {lineage.surface.value}",
-        f"- locus: {one_line(transition.locus)}",
-        f"- intent, as recorded: {one_line(transition.intent)}",
-        f"- steps made before it: {before}",
-        f"{MEASURED}{speedup_text(transition.effect)}",
-    ]
-    return "\n".join(facts) + f"\n\n{_code_text(site)}"
-
-
-def _gpu_site_text(site: Site, number: int) -> str:
     lineage = site.lineage
     sizes = ", ".join(f"{axis} = {size}" for axis, size in lineage.case.shape.items())
     before = ", ".join(category.value for category in site.done) or "none: the kernel before it is naive"
@@ -97,20 +78,27 @@ def _gpu_site_text(site: Site, number: int) -> str:
         "",
         f"- operator: {lineage.operator}, {lineage.case.dtype}, {sizes}",
         f"- platform and language: {lineage.platform}, {lineage.surface.value}",
-        *(line for step in site.steps for line in _author_lines(step)),
+        *(_step_lines(site) if site.on_gpu else _locus_lines(site.transition)),
         f"- steps made before it: {before}",
         f"{MEASURED}{speedup_text(site.effect)}",
     ]
-    bare = msgspec.structs.replace(site, before=unnamed(site.before), after=unnamed(site.after))
-    return "\n".join(facts) + f"\n\n{_code_text(bare)}"
+    if site.on_gpu:
+        site = msgspec.structs.replace(site, before=unnamed(site.before), after=unnamed(site.after))
+    return "\n".join(facts) + f"\n\n{_code_text(site)}"
 
 
-def _author_lines(step: Transition) -> Iterator[str]:
-    """What the author of a step says about it."""
-    yield f"- step: {step.category.value} at {one_line(step.locus)}"
-    yield f"- intent, as recorded: {one_line(step.intent, INTENT_LIMIT)}"
-    yield from (f"- needs, says its author: {one_line(text)}" for text in step.preconditions)
-    yield from (f"- goes wrong, says its author: {one_line(text)}" for text in step.risks)
+def _locus_lines(step: Transition) -> Iterator[str]:
+    yield f"- locus: {one_line(step.locus)}"
+    yield f"- intent, as recorded: {one_line(step.intent)}"
+
+
+def _step_lines(site: Site) -> Iterator[str]:
+    """What the author of each step says about it."""
+    for step in site.steps:
+        yield f"- step: {step.category.value} at {one_line(step.locus)}"
+        yield f"- intent, as recorded: {one_line(step.intent, INTENT_LIMIT)}"
+        yield from (f"- needs, says its author: {one_line(text)}" for text in step.preconditions)
+        yield from (f"- goes wrong, says its author: {one_line(text)}" for text in step.risks)
 
 
 def _code_text(site: Site) -> str:

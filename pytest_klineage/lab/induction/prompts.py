@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pytest_klineage.lab.library.rendering import fenced
+from pytest_klineage.lab.optimizers.instructions import code_language
 from pytest_klineage.lab.optimizers.prompts import prompt
-from pytest_klineage.records import Category, KernelSource, Surface
+from pytest_klineage.records import Category, KernelSource
 
 FOLDER = Path(__file__).with_name("prompts")
-LANGUAGES = {Surface.CPP: "cpp", Surface.CUDA: "cuda"}
-"""Words after a fence; every other surface is Python."""
 
 
 def filled(name: str, **values: str) -> str:
@@ -20,7 +19,7 @@ def filled(name: str, **values: str) -> str:
 
 def kernel_text(source: KernelSource) -> str:
     """All files of a kernel by name, the first of them the one that is compiled."""
-    language = LANGUAGES.get(source.surface, "python")
+    language = code_language(source.surface)
     return "\n".join(f"`{file.name}`:\n\n{fenced(file.text, language)}\n" for file in source.files)
 
 
