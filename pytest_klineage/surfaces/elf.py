@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Iterator
 
@@ -46,22 +47,22 @@ def _read(names: Callable[[bytes], Iterator[str]], content: bytes) -> frozenset[
 
 
 def _names(content: bytes) -> Iterator[str]:
-    for table, strings in _sections(content, DYNAMIC_SYMBOLS):
+    for table, strings in sections(content, DYNAMIC_SYMBOLS):
         # st_name, st_info, st_other, st_shndx, st_value, st_size
         for symbol in struct.iter_unpack("<IBBHQQ", table):
             if symbol[3] != UNDEFINED and symbol[1] >> 4 != LOCAL:
-                yield _text(content, strings + symbol[0])
+                yield text_at(content, strings + symbol[0])
 
 
 def _needed(content: bytes) -> Iterator[str]:
-    for table, strings in _sections(content, DYNAMIC_SECTION):
+    for table, strings in sections(content, DYNAMIC_SECTION):
         # d_tag, d_val
         for tag, value in struct.iter_unpack("<qQ", table):
             if tag == NEEDED:
-                yield _text(content, strings + value)
+                yield text_at(content, strings + value)
 
 
-def _sections(content: bytes, kind: int) -> Iterator[tuple[bytes, int]]:
+def sections(content: bytes | mmap.mmap, kind: int) -> Iterator[tuple[bytes, int]]:
     """Contents of the sections of a type, and where the text lies that they name by offsets.
 
     Layouts are those of elf(5): Elf64_Ehdr, Elf64_Shdr, Elf64_Sym, Elf64_Dyn.
@@ -69,11 +70,14 @@ def _sections(content: bytes, kind: int) -> Iterator[tuple[bytes, int]]:
     (start,) = struct.unpack_from("<Q", content, 0x28)
     size, count = struct.unpack_from("<HH", content, 0x3A)
     # sh_name, sh_type, sh_flags, sh_addr, sh_offset, sh_size, sh_link, sh_info, sh_addralign, sh_entsize
-    sections = [struct.unpack_from("<IIQQQQIIQQ", content, start + index * size) for index in range(count)]
-    for section in sections:
+    found = [struct.unpack_from("<IIQQQQIIQQ", content, start + index * size) for index in range(count)]
+    for section in found:
         if section[1] == kind:
-            yield content[section[4] : section[4] + section[5]], sections[section[6]][4]
+            yield content[section[4] : section[4] + section[5]], found[section[6]][4]
 
 
-def _text(content: bytes, first: int) -> str:
-    return content[first : content.index(b"\0", first)].decode(errors="replace")
+def text_at(content: bytes | mmap.mmap, first: int) -> str:
+    """The text that begins there. Raises ValueError where it does not end."""
+    if (end := content.find(b"\0", first)) < 0:
+        raise ValueError(f"the text at {first} has no end")
+    return content[first:end].decode(errors="replace")

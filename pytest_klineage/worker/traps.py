@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from pytest_klineage.surfaces.elf import DYNAMIC_SYMBOLS, UNDEFINED, sections, text_at
 from pytest_klineage.worker.code_copies import Copy, Place, copied, filling, page_ranges, put_in_place
 
 TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
@@ -25,7 +26,8 @@ TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 LONGEST = max(map(len, TRAPS.values()))
 LIBRARIES = re.compile(r"/lib(torch_cpu|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so")
 """Libraries that compute and may be there before a candidate is: the framework's, and the BLAS that NumPy brings."""
-DYNAMIC_SYMBOLS, FUNCTION, UNDEFINED = 11, 2, 0
+FUNCTION = 2
+"""Type of a symbol that is one."""
 BLAS = re.compile(
     r"gem[mv]|trmm|trsm|s[yp]r2?k?(?=\b|_?64)|symm|hemm|syrk|symv|sparse_[sdcz]_(m[mv]|spmmd|add)|spmm"
     r"|Dfti(Commit|Compute)|^(?:scipy_)?(?:cblas_)?(?:[sdcz]|ds|sds|sc|dz|cs|zd)"
@@ -128,21 +130,12 @@ class Function(NamedTuple):
 
 
 def functions(path: str) -> Iterator[Function]:
-    """Every function that a library exports. Layouts are those of elf(5)."""
+    """Every function that a library exports."""
     with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
-        (table,) = struct.unpack_from("<Q", content, 0x28)
-        size, count = struct.unpack_from("<HH", content, 0x3A)
-        sections = [struct.unpack_from("<IIQQQQIIQQ", content, table + index * size) for index in range(count)]
-        for section in sections:
-            if section[1] == DYNAMIC_SYMBOLS:
-                strings = sections[section[6]]
-                names = content[strings[4] : strings[4] + strings[5]]
-                for first, kind, _other, where, value, length in struct.iter_unpack(
-                    "<IBBHQQ", content[section[4] : section[4] + section[5]]
-                ):
-                    if kind & 15 == FUNCTION and where != UNDEFINED:
-                        name = names[first : names.index(b"\0", first)].decode(errors="replace")
-                        yield Function(name, value, length)
+        for table, strings in sections(content, DYNAMIC_SYMBOLS):
+            for name, kind, _other, where, value, length in struct.iter_unpack("<IBBHQQ", table):
+                if kind & 15 == FUNCTION and where != UNDEFINED:
+                    yield Function(text_at(content, strings + name), value, length)
 
 
 def computes(name: str, operators: Operators) -> bool:
