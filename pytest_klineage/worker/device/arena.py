@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pytest_klineage.records import Placement, Signature
-from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker.device import memory
-from pytest_klineage.worker.host.arena import GUARD_BYTES, plan
+from pytest_klineage.worker.host.arena import GUARD_BYTES, OracleArena, plan, views_of
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +23,7 @@ ARENA_BYTES = 1 << 30
 """Large problems get fewer slots than that, so that all of them fit in this: each costs a comparison per block."""
 
 
-class DeviceArena:
+class DeviceArena(OracleArena):
     """The oracle's side of one arena."""
 
     def __init__(self, signature: Signature, most: int = SLOTS) -> None:
@@ -35,15 +34,9 @@ class DeviceArena:
         planned = plan(signature, num_slots=slots, alignment=ALIGNMENT)
         self.memory, self.fd = memory.allocate(planned.num_bytes)
         self.fds = [self.fd]
-        self.read_only: tuple[tuple[int, int], ...] = ()
         self.arena = msgspec.structs.replace(planned, num_bytes=self.memory.num_bytes)
         self.pattern = torch.randint(256, (GUARD_BYTES,), dtype=torch.uint8, device="cuda")
-        self.views = [
-            {item.spec.name: tensor_view(self.memory, item) for item in (*slot.inputs, *slot.outputs)}
-            for slot in self.arena.slots
-        ]
-        self.worker_address = 0
-        self.copy_ns = 0
+        self.views = views_of(self.memory, self.arena)
         self.paint_guards()
 
     @property
@@ -73,14 +66,6 @@ class DeviceArena:
         bands = torch.stack([band for item in items for band in self._bands(item)])
         intact = (bands == self.pattern).all(dim=1).view(len(items), 2).all(dim=1).tolist()
         return [item.spec.name for item, whole in zip(items, intact, strict=True) if not whole]
-
-    def inputs(self, slot: int) -> dict[str, torch.Tensor]:
-        """Input tensors of a slot by name, in the operator's order."""
-        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].inputs}
-
-    def outputs(self, slot: int) -> dict[str, torch.Tensor]:
-        """Output tensors of a slot by name."""
-        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
 
     def output_digest(self, slot: int, nonce: int) -> str:
         """Nothing: a worker on a GPU answers for a whole block, of which every output is looked at again."""

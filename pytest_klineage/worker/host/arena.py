@@ -10,10 +10,11 @@ import mmap
 import os
 import secrets
 import time
-from typing import TYPE_CHECKING, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, TensorSpec
-from pytest_klineage.surfaces.base import Memory
+from pytest_klineage.surfaces.base import MappedMemory, Memory
 from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker.host.digest import output_digest
 from pytest_klineage.worker.host.read_only import input_pages, sealed_file
@@ -70,38 +71,53 @@ def plan(signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignm
     return Arena(num_bytes=cursor + GUARD_BYTES, guard_bytes=GUARD_BYTES, slots=tuple(slots), scalars=signature.scalars)
 
 
-class OracleArena(Protocol):
+def views_of(memory: MappedMemory, arena: Arena) -> list[dict[str, torch.Tensor]]:
+    """By slot, tensors over a mapped arena by name."""
+    return [
+        {item.spec.name: tensor_view(memory, item) for item in (*slot.inputs, *slot.outputs)} for slot in arena.slots
+    ]
+
+
+class OracleArena(ABC):
     """The oracle's side of one arena, in host or device memory."""
 
     arena: Arena
+    views: list[dict[str, torch.Tensor]]
+    """By slot, the tensors by name."""
     fds: list[int]
     """What a worker maps: all of it, then the inputs, where those are for reading alone."""
-    read_only: tuple[tuple[int, int], ...]
+    read_only: tuple[tuple[int, int], ...] = ()
     """The pages of those, see `read_only`."""
-    worker_address: int
-    copy_ns: int
-    """Time to copy all outputs once."""
-
-    def paint_guards(self) -> None:
-        """Write the secret pattern into every guard band."""
-
-    def broken_guards(self, slot: int) -> list[str]:
-        """Names of the tensors of a slot beside which something was written."""
+    worker_address = 0
+    copy_ns = 0
+    """Time to copy all outputs once into fresh memory."""
 
     def inputs(self, slot: int) -> dict[str, torch.Tensor]:
-        """Input tensors of a slot by name."""
+        """Input tensors of a slot by name, in the operator's order."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].inputs}
 
     def outputs(self, slot: int) -> dict[str, torch.Tensor]:
         """Output tensors of a slot by name."""
+        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
 
+    @abstractmethod
+    def paint_guards(self) -> None:
+        """Write the secret pattern into every guard band."""
+
+    @abstractmethod
+    def broken_guards(self, slot: int) -> list[str]:
+        """Names of the tensors of a slot beside which something was written."""
+
+    @abstractmethod
     def output_digest(self, slot: int, nonce: int) -> str:
         """What an answer to a call must have said about the outputs that lie here now; see `digest`."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give the memory back."""
 
 
-class SharedArena:
+class SharedArena(OracleArena):
     """The oracle's side of one arena in host memory."""
 
     def __init__(self, signature: Signature, *, read_only: bool = False) -> None:
@@ -116,7 +132,7 @@ class SharedArena:
         pages = tuple(input_pages(self.arena)) if read_only else ()
         sealed = sealed_file(self.memory.address, self.arena.num_bytes, pages, self.fd) if pages else None
         self.fds = [self.fd] if sealed is None else [self.fd, sealed]
-        self.read_only: tuple[tuple[int, int], ...] = () if sealed is None else pages
+        self.read_only = () if sealed is None else pages
         self.pattern = secrets.token_bytes(GUARD_BYTES)
         self.guards = [
             position
@@ -124,16 +140,11 @@ class SharedArena:
             for item in (*slot.inputs, *slot.outputs)
             for position in (item.offset - GUARD_BYTES, item.offset + item.num_bytes)
         ]
-        self.views = [
-            {item.spec.name: tensor_view(self.memory, item) for item in (*slot.inputs, *slot.outputs)}
-            for slot in self.arena.slots
-        ]
-        self.worker_address = 0
+        self.views = views_of(self.memory, self.arena)
         started = time.perf_counter_ns()
         for tensor in self.outputs(0).values():
             tensor.clone()
         self.copy_ns = time.perf_counter_ns() - started
-        """Time to copy all outputs once into fresh memory."""
         self.paint_guards()
 
     def paint_guards(self) -> None:
@@ -152,14 +163,6 @@ class SharedArena:
             self.buffer[before : before + GUARD_BYTES] == self.pattern
             and self.buffer[after : after + GUARD_BYTES] == self.pattern
         )
-
-    def inputs(self, slot: int) -> dict[str, torch.Tensor]:
-        """Input tensors of a slot by name, in the operator's order."""
-        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].inputs}
-
-    def outputs(self, slot: int) -> dict[str, torch.Tensor]:
-        """Output tensors of a slot by name."""
-        return {item.spec.name: self.views[slot][item.spec.name] for item in self.arena.slots[slot].outputs}
 
     def output_digest(self, slot: int, nonce: int) -> str:
         """What an answer to a call must have said about the outputs that lie here now."""
@@ -213,9 +216,7 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bitwise equality, NaN included."""
     import torch
 
-    if left.element_size() == 1:
-        return bool(torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8)))
-    if torch.equal(left, right):
+    # Few operations know 8-bit floats.
+    if left.element_size() > 1 and torch.equal(left, right):
         return True
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
-    return bool(torch.equal(left.contiguous().view(integer), right.contiguous().view(integer)))
+    return bool(torch.equal(as_integers(left.contiguous()), as_integers(right.contiguous())))
