@@ -146,12 +146,6 @@ class LoopbackServer:
             self._thread.join(STOP_S)
         self._socket.close()
 
-    def __enter__(self) -> Self:
-        return self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _serve(self) -> None:
         try:
             asyncio.run(self._main())
