@@ -28,7 +28,7 @@ STEP = "start the judge in a checkout of the project that was asked from, or ins
 
 
 class DefinitionMissing(UsageError):
-    """What a case names is not on this machine, or does not import here. The message says what to do."""
+    """What a case or its kernel needs is not on this machine, or does not import. The message says what to do."""
 
     def __init__(self, why: object) -> None:
         super().__init__(f"{why}; {STEP}")
@@ -78,11 +78,14 @@ def import_error(error: UsageError) -> UsageError:
     return DefinitionMissing(error) if failed else error
 
 
-def check_reference(case: KernelCase, verdict: Verdict) -> None:
-    """Raise DefinitionMissing for a case that was skipped because its reference's function could not import."""
-    message = verdict.reasons[0].message if verdict.code is Code.SKIPPED_DEPENDENCY else ""
+def check_dependencies(case: KernelCase, verdict: Verdict) -> None:
+    """Raise DefinitionMissing for a case that was skipped for what this machine lacks: another one may have it."""
+    if verdict.code is not Code.SKIPPED_DEPENDENCY:
+        return
+    message = verdict.reasons[0].message
     if is_function(case.reference) and f"for the reference {case.reference}," in message:
-        raise DefinitionMissing(f"the module {MissingDependency.parsed(message).what} is missing")
+        message = f"the module {MissingDependency.parsed(message).what} is missing"
+    raise DefinitionMissing(message)
 
 
 def _definition(case: KernelCase) -> Iterator[tuple[str, Path]]:

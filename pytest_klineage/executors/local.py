@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 from pytest_klineage.errors import HarnessError, UsageError
 from pytest_klineage.executors.base import gate_settings
-from pytest_klineage.executors.carried import DefinitionMissing, check_reference, import_error, supply
+from pytest_klineage.executors.carried import DefinitionMissing, check_dependencies, import_error, supply
+from pytest_klineage.gate.host.gpus import NoGpu
 from pytest_klineage.gate.judge import Gate
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.records import Machine
@@ -29,14 +32,17 @@ class LocalExecutor:
                 request.case, request.source, reference_source=request.reference_source, platforms=request.platforms,
                 screen_against=request.screen_against,
             )  # fmt: skip
-            check_reference(request.case, verdict)
+            check_dependencies(request.case, verdict)
+            return JudgeReply(request=request.digest, verdict=as_it_travels(verdict))
+        except (HarnessError, NoGpu) as error:  # a GPU was there when the judge began
+            return self._fault(request, FaultCode.HARNESS, str(error))
         except UsageError as error:
             found = import_error(error)
             code = FaultCode.DEFINITION if isinstance(found, DefinitionMissing) else FaultCode.MISUSE
             return self._fault(request, code, str(found))
-        except HarnessError as error:
-            return self._fault(request, FaultCode.HARNESS, str(error))
-        return JudgeReply(request=request.digest, verdict=as_it_travels(verdict))
+        except Exception as error:  # of any kind: what waits behind this request is judged all the same
+            message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            return self._fault(request, FaultCode.HARNESS, message)
 
     def machine(self) -> Machine:
         """The record of this machine."""

@@ -23,6 +23,7 @@ from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.executors.judging import judge_folder, missing_memory, verdict_text, waits_text
 from pytest_klineage.executors.local import LocalExecutor
 from pytest_klineage.gate import Gate
+from pytest_klineage.gate.host.gpus import NoGpu
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import Code, KernelSource, Reason, SourceFile, Status, Surface, Verdict
@@ -283,6 +284,46 @@ def test_a_fault_of_the_machine_is_left_to_another_call(
     assert (folder.counts().open, folder.counts().faults) == (1, 1)
     assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
     assert folder.lookup(request).attempt == 2  # type: ignore[union-attr]  # it was judged one line above
+
+
+@pytest.mark.parametrize("error", [NoGpu("the driver shows none"), ValueError("counts differ")], ids=["GPU", "ours"])
+def test_what_breaks_one_judgement_leaves_the_others(
+    folder: BatchFolder, ask: Ask, cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A GPU that is gone, or a mistake of ours: a fault that another call tries again."""
+    broken, wrong = ask("// broken", priority=1), ask("return 0;")
+    for request in (broken, wrong):
+        folder.submit(request)
+    gate_for = LocalExecutor._gate_for
+
+    def failing(executor: LocalExecutor, request: JudgeRequest) -> Gate:
+        if request.digest == broken.digest:
+            raise error
+        return gate_for(executor, request)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalExecutor, "_gate_for", failing)
+        ended = judge_folder(folder, "cpu", cache_dir=cache)
+    assert (ended.judged, ended.faults) == (1, 1)
+    ((left, fault, given_up),) = folder.unjudged("cpu")
+    assert (left.digest, fault.code, given_up) == (broken.digest, FaultCode.HARNESS, False)
+    assert str(error) in fault.message.splitlines()[0]
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
+
+
+def test_what_this_machine_lacks_is_no_verdict(
+    folder: BatchFolder, ask: Ask, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = ask("// without a compiler")
+    folder.submit(request)
+    with monkeypatch.context() as without:
+        without.setenv("CXX", "no-such-compiler")
+        assert judge_folder(folder, "cpu", cache_dir=cache).faults == 1
+    ((_, fault, given_up),) = folder.unjudged("cpu")
+    assert (fault.code, given_up) == (FaultCode.DEFINITION, False)
+    assert "the C++ compiler that CXX names, 'no-such-compiler', is missing. Install it with: " in fault.message
+    assert judge_folder(folder, "cpu", cache_dir=cache).judged == 1
+    assert verdict_of(folder, request).build is not None
 
 
 def test_memory_that_other_judges_may_have_taken_is_no_verdict(folder: BatchFolder, ask: Ask, cache: Path) -> None:
