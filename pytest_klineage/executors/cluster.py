@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from pytest_klineage.extensions import extensions
 from pytest_klineage.records import Machine
 from pytest_klineage.records.platform import PLATFORMS
 
@@ -81,7 +82,7 @@ def places_of(nodes: Sequence[Mapping[str, Any]]) -> dict[Place, str]:
     for node in nodes:
         resources = node["Resources"] if node["Alive"] else {}
         product = next((name.removeprefix(PRODUCT) for name in resources if name.startswith(PRODUCT)), "")
-        for platform in PLATFORMS:
+        for platform in (*PLATFORMS, *extensions("platforms")):
             count = int(resources.get(CPU_RESOURCE if platform == "cpu" else "GPU", 0))
             found |= {(platform, node["NodeID"], number): product for number in range(count)}
     return found

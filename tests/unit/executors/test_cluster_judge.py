@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import BadRecord, UsageError
+from pytest_klineage.executors import cluster
 from pytest_klineage.executors.canary import default_canary, read_pools
 from pytest_klineage.executors.cluster import CPU_RESOURCE, PRODUCT, places_of
 from pytest_klineage.executors.ray_judge import Introduction, Judge, Order, build, build_verdict, recipe_of
@@ -137,3 +138,9 @@ def test_places_are_counted_by_platform() -> None:
     ]
     on_a = {(platform, "a", number): "H200" for platform in PLATFORMS if platform != "cpu" for number in range(2)}
     assert places_of(nodes) == on_a | {("cpu", "b", 0): ""}
+
+
+def test_platforms_of_other_packages_have_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "extensions", lambda kind: {"sm121": object()} if kind == "platforms" else {})
+    places = places_of([{"Alive": True, "NodeID": "a", "Resources": {"GPU": 1.0}}])
+    assert set(places) == {(platform, "a", 0) for platform in (*PLATFORMS, "sm121") if platform != "cpu"}
