@@ -44,7 +44,6 @@ class JudgeState(msgspec.Struct, kw_only=True):
     why: str = ""
     host: str = ""
     device: str = ""
-    answers: str = ""
     canary: float | None = None
     verdicts: int = 0
     faults: int = 0
@@ -54,7 +53,6 @@ class JudgeState(msgspec.Struct, kw_only=True):
 class DeskState(msgspec.Struct, frozen=True, kw_only=True):
     """How a cluster stands."""
 
-    incarnation: str
     judges: list[JudgeState]
     queued: dict[str, int]
     """Requests that wait, by pool: platform, or platform/product."""

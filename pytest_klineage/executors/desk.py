@@ -99,7 +99,7 @@ class Desk:
         await self._begin()
         await self._look_at_nodes()
         state = DeskState(
-            incarnation=self.incarnation, judges=[seat.state for seat in self._seats.values()],
+            judges=[seat.state for seat in self._seats.values()],
             queued=self._queue.lengths(), judging=self._judging, refused=self._refused,
             building=len(self._builds), unfetched=self._outbox.unfetched,
             verdicts_per_minute=self._outbox.verdicts_per_minute,
@@ -194,8 +194,7 @@ class Desk:
             self._unfit[position] = f"{seat.state.name}: {last_line(error)}"
             return False
         said, state = from_json(data, Introduction), seat.state
-        state.machine, state.host, state.device, state.answers = said.machine, said.host, said.device, said.answers
-        state.why = said.note
+        state.machine, state.host, state.device, state.why = said.machine, said.host, said.device, said.note
         return True
 
     def _leave(self, seat: Seat) -> None:

@@ -181,9 +181,9 @@ def test_a_desk_that_was_lost(join: Join, ask: Ask) -> None:
     requests = asks(ask, 20)
     submit(executor, requests)
     executor.collect(0.0)
-    before = executor.state().incarnation
+    before = executor._incarnation
     end_desk()
     join(judge_class=stand_ins.Wanderer, name="other")
     finish(executor)
     assert all(verdict_of(executor, request).ok for request in requests)
-    assert executor.state().incarnation != before
+    assert executor._incarnation != before
