@@ -66,7 +66,7 @@ class DeskState(msgspec.Struct, frozen=True, kw_only=True):
     refused: int
     """Replies that were not believed."""
     unfit: list[str] = []
-    """Devices on which no judge could start, and why."""
+    """Devices on which no judge could start, and why; last, why the desk itself starts none."""
 
 
 def pool_name(platform: str, product: str) -> str:

@@ -74,6 +74,8 @@ class Desk:
         self._begun, self._cpus = False, 0
         self._unfit: dict[Place, str] = {}
         """Places where no judge of that platform can start, and why."""
+        self._trouble = ""
+        """Why the last look at the nodes failed."""
         self._platforms: set[str] = set()
 
     # --- what askers call -------------------------------------------------------------------------------------------
@@ -103,7 +105,8 @@ class Desk:
             queued=self._queue.lengths(), judging=self._judging, refused=self._refused,
             building=len(self._builds), unfetched=self._outbox.unfetched,
             verdicts_per_minute=self._outbox.verdicts_per_minute,
-            products={name: sorted(found) for name, found in self._products.items()}, unfit=list(self._unfit.values()),
+            products={name: sorted(found) for name, found in self._products.items()},
+            unfit=[*self._unfit.values(), *filter(None, [self._trouble])],
         )  # fmt: skip
         return to_json(state)
 
@@ -131,9 +134,10 @@ class Desk:
 
     async def _begin(self) -> None:
         if not self._begun:
-            self._begun = True
             await self._look_at_nodes()
-            self._spawn(self._tend())
+            if not self._begun:  # another call may have begun meanwhile
+                self._begun = True
+                self._spawn(self._tend())
 
     def _spawn(self, work: Any) -> asyncio.Future[Any]:
         task: asyncio.Future[Any] = asyncio.ensure_future(work)
@@ -330,13 +334,20 @@ class Desk:
     async def _tend(self) -> None:
         """Keep a judge on every device of the platforms that were asked for, and give up what none can take."""
         while True:
-            positions = await self._look_at_nodes()
-            for position in positions.keys() - self._seats.keys() - self._unfit.keys():
-                self._seat(position, positions[position])
-            for position in self._seats.keys() - positions.keys():
-                self._seats[position].freed.set()  # its node is gone: it finds that out, even in quarantine
-            await self._give_up_the_hopeless()
+            try:
+                await self._tend_once()
+                self._trouble = ""
+            except Exception as error:  # Ray's own are of any kind; the next look may go well
+                self._trouble = f"the desk's look at the nodes failed: {type(error).__name__}: {last_line(error)}"
             await asyncio.sleep(self.limits.tend_s)
+
+    async def _tend_once(self) -> None:
+        positions = await self._look_at_nodes()
+        for position in positions.keys() - self._seats.keys() - self._unfit.keys():
+            self._seat(position, positions[position])
+        for position in self._seats.keys() - positions.keys():
+            self._seats[position].freed.set()  # its node is gone: it finds that out, even in quarantine
+        await self._give_up_the_hopeless()
 
     async def _look_at_nodes(self) -> dict[Place, str]:
         """Places for judges of the platforms that were asked for, with their products."""
