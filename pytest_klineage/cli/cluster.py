@@ -15,8 +15,6 @@ HEADERS = ("judge", "pool", "device", "state", "canary", "verdicts", "faults", "
 
 def run_cluster(arguments: argparse.Namespace) -> int:
     """`judges` with a cluster."""
-    import ray
-
     from pytest_klineage.executors.canary import read_pools
     from pytest_klineage.executors.ray import cluster
     from pytest_klineage.records import from_json
@@ -24,15 +22,15 @@ def run_cluster(arguments: argparse.Namespace) -> int:
     pools = read_pools(arguments.pools) if arguments.pools else None
     with cluster(arguments.where) as desk:
         if pools is not None:
-            ray.get(desk.set_pools.remote(msgspec.json.encode(pools)))
+            desk.call("set_pools", msgspec.json.encode(pools))
             for name in pools:
-                ray.get(desk.warm.remote(name.partition("/")[0]))
+                desk.call("warm", name.partition("/")[0])
         if arguments.retry:
-            say(f"{ray.get(desk.release.remote())} judges begin again")
-        state = from_json(ray.get(desk.state.remote()), DeskState)
+            say(f"{desk.call('release')} judges begin again")
+        state = from_json(desk.call("state"), DeskState)
         say_all(state_lines(arguments.where, state))
         if arguments.end:
-            ray.kill(desk)
+            desk.end()
             say(f"{arguments.where}: the judges have ended")
     return OK
 

@@ -79,17 +79,17 @@ class Answers:
         else:
             self._places[reply.request] = position
 
-    def add_doubt(self, line: bytes) -> bool:
-        """Keep a sealed doubt about a verdict of this file. False for what is no doubt; raises BadRecord unsealed."""
+    def add_doubt(self, line: bytes) -> Doubt | None:
+        """Keep a sealed doubt about a verdict of this file. None for what is no doubt; raises BadRecord unsealed."""
         content = opened(line, self._secret)
         try:
             doubt = from_json(content, Doubt)
         except BadRecord:
-            return False
+            return None
         if self.tickets.get(doubt.request) == doubt.ticket and doubt.request not in self.doubts:
             self._note_doubt(doubt, line)
             self._append(line)
-        return True
+        return doubt
 
     def has(self, digest: str) -> bool:
         """Whether a request has its final answer in this run."""

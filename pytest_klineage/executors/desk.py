@@ -90,10 +90,16 @@ class Desk:
                 await self._prepare(task)
         return self.incarnation
 
-    async def replies(self, asker: str, fetched: list[tuple[str, str]], wait_s: float) -> tuple[str, list[bytes]]:
-        """Sealed replies and doubts for an asker, after at most `wait_s`; `fetched` names those it has on its disk."""
+    async def replies(
+        self, asker: str, fetched: list[tuple[str, str]], doubted: list[tuple[str, str]], wait_s: float
+    ) -> tuple[str, list[bytes]]:
+        """Sealed replies and doubts for an asker, after at most `wait_s`.
+
+        `fetched` and `doubted` name, by digest and ticket, the replies and the doubts that it has on its disk.
+        """
         await self._begin()
         self._outbox.forget(fetched)
+        self._outbox.forget_doubts(asker, doubted)
         return self.incarnation, await self._outbox.take(asker, wait_s)
 
     async def state(self) -> bytes:

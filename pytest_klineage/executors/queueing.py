@@ -101,7 +101,8 @@ class Outbox:
         self._tasks: dict[tuple[str, str], QueuedJudgement] = {}
         self._answered: collections.defaultdict[str, collections.deque[QueuedJudgement]]
         self._answered = collections.defaultdict(collections.deque)
-        self._doubts: collections.defaultdict[str, list[bytes]] = collections.defaultdict(list)
+        self._doubts: collections.defaultdict[str, dict[tuple[str, str], bytes]] = collections.defaultdict(dict)
+        """Of each asker, by digest and ticket."""
         self._news = asyncio.Condition()
         self._ended: collections.deque[float] = collections.deque()
 
@@ -127,7 +128,7 @@ class Outbox:
     def doubt(self, task: QueuedJudgement, judge: str, why: str) -> None:
         """Put in that a verdict is in doubt; `notify` says so."""
         doubt = Doubt(request=task.order.digest, ticket=task.order.ticket, judge=judge, why=why)
-        self._doubts[task.asker].append(sealed(to_json(doubt), self._secret))
+        self._doubts[task.asker][doubt.request, doubt.ticket] = sealed(to_json(doubt), self._secret)
 
     async def notify(self) -> None:
         """Wake the askers who wait."""
@@ -140,14 +141,19 @@ class Outbox:
             if (task := self._tasks.get((digest, ticket))) is not None and task.reply:
                 del self._tasks[digest, ticket]
 
+    def forget_doubts(self, asker: str, doubted: list[tuple[str, str]]) -> None:
+        """Drop doubts that an asker has on its disk."""
+        for digest, ticket in doubted:
+            self._doubts[asker].pop((digest, ticket), None)
+
     async def take(self, asker: str, wait_s: float) -> list[bytes]:
-        """Sealed replies and doubts for an asker, after at most `wait_s`."""
+        """Sealed replies and doubts for an asker, after at most `wait_s`; doubts each time, until it has them."""
         async with self._news:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait_for(lambda: self._has_news(asker)), wait_s)
         if 0 < len(self._answered[asker]) < MOST_AT_ONCE:
             await asyncio.sleep(min(GATHER_S, wait_s))
-        waiting, found = self._answered[asker], self._doubts.pop(asker, [])
+        waiting, found = self._answered[asker], list(self._doubts[asker].values())
         for _ in range(min(len(waiting), MOST_AT_ONCE)):
             task = waiting.popleft()
             task.sent = True
@@ -166,7 +172,7 @@ class Outbox:
         return len(self._ended)
 
     def _has_news(self, asker: str) -> bool:
-        return bool(self._answered[asker] or self._doubts.get(asker))
+        return bool(self._answered[asker] or self._doubts[asker])
 
     def _forget_old_ends(self) -> None:
         while self._ended and self._ended[0] < time.monotonic() - MINUTE_S:

@@ -12,10 +12,10 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, HarnessError, MissingDependency, UsageError, WaitsForVerdict
 from pytest_klineage.executors.answers import Answers
-from pytest_klineage.executors.cluster import CPU_RESOURCE, ClusterLimits, DeskState, pool_name
+from pytest_klineage.executors.cluster import CPU_RESOURCE, ClusterLimits, DeskState, last_line, pool_name
 from pytest_klineage.executors.desk import Desk
 from pytest_klineage.executors.ray_judge import Judge, Order, recipe_of
-from pytest_klineage.executors.sealing import opened, read_secret
+from pytest_klineage.executors.sealing import opened, read_secret, secret_path
 from pytest_klineage.records import Machine, from_json, to_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 
@@ -26,6 +26,8 @@ SENT_AT_ONCE = 64
 ASK_AGAIN_S = 30.0
 """What has not been answered for so long is asked for again: a desk that began again has forgotten it."""
 CONNECT_S = 60.0
+CALLS = 3
+"""Calls of a desk that may be lost before it is given up."""
 
 
 class RayExecutor:
@@ -36,17 +38,18 @@ class RayExecutor:
 
     def __init__(self, where: str, platform: str, answers: Path, *, product: str = "") -> None:
         self.where, self.platform, self._secret = where, platform, read_secret()
-        self.desk = connect(where)
+        self.desk = ClusterDesk(where)
         self.product = self._chosen(product)
         self.answers = Answers(answers, self._secret)
         self._asker = self.answers.ticket("asker")
         self._open: dict[str, bytes] = {}
         self._unsent: list[str] = []
         self._fetched: list[tuple[str, str]] = []
+        self._doubted: list[tuple[str, str]] = []
         self._asked_at = time.monotonic()
         self._incarnation = ""
-        self.refused = 0
-        """Replies that were not believed."""
+        self._believed, self.refused = False, 0
+        """Whether a reply was believed, and how many were not."""
 
     def submit(self, request: JudgeRequest) -> None:
         """Ask, unless it is asked for or answered."""
@@ -70,17 +73,23 @@ class RayExecutor:
         return reply
 
     def collect(self, wait_s: float) -> set[str]:
-        """Take answers that have come, after at most `wait_s`: the digests of those that are new."""
+        """Take answers that have come, after at most `wait_s`: the digests of those that are new.
+
+        Raises HarnessError when none of those that ever came is believed.
+        """
         self._send()
         if time.monotonic() - self._asked_at > ASK_AGAIN_S:
             self._unsent = list(self._open)
             self._send()
-        incarnation, lines = self._call("replies", self._asker, self._fetched, wait_s)
-        self._fetched = []
+        incarnation, lines = self._call("replies", self._asker, self._fetched, self._doubted, wait_s)
+        self._fetched, self._doubted = [], []
         found = {digest for line in lines if (digest := self._take(line))}
-        if found:
+        if found or self._doubted:
             self.answers.sync()
             self._asked_at = time.monotonic()
+        if self.refused and not self._believed:
+            why = f"the secret of this machine, {secret_path()}, must be that of the cluster"
+            raise HarnessError(f"none of the {self.refused} replies of {self.where} is believed: {why}")
         if incarnation != self._incarnation:
             self._unsent, self._incarnation = list(self._open), incarnation
         return found
@@ -108,6 +117,7 @@ class RayExecutor:
         busy = sum(1 for judge in state.judges if judge.state == "judging")
         line = f"klineage: {self.num_open} asked for; {self.where}: {sum(state.queued.values())} wait, "
         line += f"{state.building} are built, {busy} of {len(state.judges)} judges are at work"
+        line += f", {self.refused} replies were refused" if self.refused else ""
         pace = state.verdicts_per_minute
         ahead = sum(state.queued.values()) + state.judging
         return line + (f", about {ahead / pace:.0f} min left" if pace else "")
@@ -129,8 +139,8 @@ class RayExecutor:
     def close(self) -> None:
         """Leave the cluster. What is asked for is judged all the same, and kept for this run's next call."""
         with contextlib.suppress(HarnessError):
-            if self._fetched:
-                self._call("replies", self._asker, self._fetched, 0.0)
+            if self._fetched or self._doubted:
+                self._call("replies", self._asker, self._fetched, self._doubted, 0.0)
         self.answers.close()
         disconnect()
 
@@ -145,12 +155,16 @@ class RayExecutor:
     def _take(self, line: bytes) -> str:
         """Keep one line. Returns the digest that it answers; empty for a doubt, and for what is refused."""
         try:
-            if self.answers.add_doubt(line):
-                return ""
-            return self._take_reply(from_json(opened(line, self._secret), JudgeReply), line)
+            if (doubt := self.answers.add_doubt(line)) is not None:
+                self._doubted.append((doubt.request, doubt.ticket))
+                found = ""
+            else:
+                found = self._take_reply(from_json(opened(line, self._secret), JudgeReply), line)
         except BadRecord:
             self.refused += 1
-        return ""
+            return ""
+        self._believed = True
+        return found
 
     def _take_reply(self, reply: JudgeReply, line: bytes) -> str:
         if self.answers.tickets.get(reply.request) != reply.ticket:
@@ -176,17 +190,36 @@ class RayExecutor:
         return product or there[0]
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call the desk; where it is lost, find it or start it again. Raises HarnessError."""
+        return self.desk.call(method, *arguments)
+
+
+class ClusterDesk:
+    """The desk of a cluster, which this process joins. Raises as `connect`."""
+
+    def __init__(self, where: str) -> None:
+        self.where, self._handle = where, connect(where)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a method of the desk returns; where it is lost, it is found or started again. Raises HarnessError."""
         import ray
 
-        for _ in range(3):
+        why = ""
+        for _ in range(CALLS):
             try:
-                return ray.get(getattr(self.desk, method).remote(*arguments), timeout=CONNECT_S)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                self.desk = find_desk()
+                if why:
+                    self._handle = find_desk()
+                return ray.get(getattr(self._handle, method).remote(*arguments), timeout=CONNECT_S)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                why = last_line(error)
             except (ray.exceptions.RayError, ConnectionError) as error:
-                raise HarnessError(f"the desk of {self.where} failed: {error}") from error
-        raise HarnessError(f"the desk of {self.where} does not answer; the same command goes on later")
+                raise HarnessError(f"the desk of {self.where} failed: {last_line(error)}") from error
+        raise HarnessError(f"the desk of {self.where} does not answer ({why}); the same command goes on later")
+
+    def end(self) -> None:
+        """End the desk and its judges."""
+        import ray
+
+        ray.kill(self._handle)
 
 
 def connect(where: str) -> Any:
@@ -225,9 +258,9 @@ def disconnect() -> None:
 
 
 @contextlib.contextmanager
-def cluster(where: str) -> Iterator[Any]:
-    """The desk of a cluster, for the time of a command."""
-    desk = connect(where)
+def cluster(where: str) -> Iterator[ClusterDesk]:
+    """The desk of a cluster, for the time of a command. Raises as `connect`."""
+    desk = ClusterDesk(where)
     try:
         yield desk
     finally:

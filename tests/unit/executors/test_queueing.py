@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from pytest_klineage.executors.desk import hopeless
-from pytest_klineage.executors.queueing import LOOKED_AT, Queue, QueuedJudgement
+from pytest_klineage.executors.queueing import LOOKED_AT, Outbox, Queue, QueuedJudgement
 from pytest_klineage.executors.ray_judge import Order
 from pytest_klineage.records.judging import FaultCode, MachineFault
 
@@ -69,3 +71,23 @@ def test_the_hopeless_get_what_the_last_judge_said() -> None:
     assert hopeless("no device is left", None).code is FaultCode.DIED
     found = hopeless("no device is left", last)
     assert (found.code, found.message) == (last.code, "no module is there; no device is left")
+
+
+def test_doubts_are_said_until_the_asker_has_them() -> None:
+    """An answer of the desk may be lost on its way; another asker's doubts are its own."""
+
+    async def said() -> list[list[bytes]]:
+        outbox = Outbox(b"s" * 32)
+        for name in ("a", "b"):
+            outbox.doubt(task(name), "judge", "the canary")
+        found = [await outbox.take("asker", 0.0), await outbox.take("other", 0.0)]
+        for known in ([], [("a", "")], [("a", ""), ("b", "")]):
+            outbox.forget_doubts("asker", known)
+            found.append(await outbox.take("asker", 0.0))
+        return found
+
+    both, others, again, second, none = asyncio.run(said())
+    assert len(both) == 2
+    assert again == both
+    assert second == both[1:]
+    assert others == none == []

@@ -43,16 +43,12 @@ def submit(executor: RayExecutor, requests: list[JudgeRequest]) -> None:
 
 def pools(executor: RayExecutor, **changes: object) -> None:
     """Give the cpu pool another canary."""
-    import ray
-
     canary = msgspec.structs.replace(default_canary("cpu"), **changes)  # type: ignore[type-var]  # there is one
-    ray.get(executor.desk.set_pools.remote(msgspec.json.encode({"cpu": canary})))
+    executor._call("set_pools", msgspec.json.encode({"cpu": canary}))
 
 
 def test_a_canary_out_of_its_range(join: Join, ask: Ask) -> None:
     """Its judge is held, its verdicts since the last good one are in doubt, the others go on; until it is released."""
-    import ray
-
     executor = join(judge_class=stand_ins.Sick)
     pools(executor, every=5)
     requests = asks(ask, 60)
@@ -68,7 +64,7 @@ def test_a_canary_out_of_its_range(join: Join, ask: Ask) -> None:
     assert all(verdict_of(executor, request).ok for request in requests)
     assert len(judges(executor)) == 4
     pools(executor, every=5, high=4.0)
-    assert ray.get(executor.desk.release.remote()) == 1
+    assert executor._call("release") == 1
     until(lambda: not judges(executor, "quarantine"))
 
 
