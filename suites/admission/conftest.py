@@ -34,7 +34,6 @@ TRIAL = {"time_limit_s": 4.0, "precision": 0.02}
 PATIENT = TRIAL | {"time_limit_s": 30.0}
 """Of trials whose pairs were too few in that time, as of kernels that take a tenth of a second and more."""
 Replaying = Callable[[Path], Session]
-Say = Callable[[str], None]
 
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> list[str]:
@@ -167,19 +166,3 @@ WHY = {
     "replay": "replays stored trajectories: --klineage-llm=replay",
     "model": "asks a language model: --klineage-llm=anthropic, command or exchange",
 }
-
-
-@pytest.fixture
-def say(request: pytest.FixtureRequest) -> Say:
-    """Writes a line to the terminal, past the capture of output."""
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-
-    def write(line: str) -> None:
-        if reporter is None:  # a process of pytest-xdist has no terminal
-            return
-        with capture.global_and_fixture_disabled():
-            reporter.ensure_newline()
-            reporter.write_line(line)
-
-    return write

@@ -80,7 +80,7 @@ def test_card_still_works(
 def test_admit(
     folder: Path, lineages: list[StoredLineage], shapes: Shapes, klineage_models: Models, carefully: Compare,
     quickly: Compare, trial_gate: Gate | ExecutorGate, machine: str, needs: Callable[[str], None],
-    say: Callable[[str], None], pytestconfig: pytest.Config,
+    write_line: Callable[[str], None], pytestconfig: pytest.Config,
 ) -> None:  # fmt: skip
     """A model with the card alone makes a fresh kernel faster at a held-out place. Every trial is kept."""
     needs("model")
@@ -96,8 +96,8 @@ def test_admit(
     steps = pytestconfig.getoption("--steps") or 1 + REPAIRS
     try:
         attempts = admit_card(
-            folder, targets, lineages, klineage_models, carefully, machine, lambda line: say(f"{folder.name}: {line}"),
-            repairs=steps - 1, quickly=quickly,
+            folder, targets, lineages, klineage_models, carefully, machine,
+            lambda line: write_line(f"{folder.name}: {line}"), repairs=steps - 1, quickly=quickly,
         )  # fmt: skip
     except Waiting:
         raise

@@ -42,14 +42,14 @@ def test_lift(
     skills: Path,
     klineage_models: Models,
     needs: Callable[[str], None],
-    say: Callable[[str], None],
+    write_line: Callable[[str], None],
 ) -> None:
     """A model makes a candidate card of the group, and every check of what it wrote passes."""
     needs("model")
     if (known := card_of(group, skills)) is not None:
         pytest.skip(f"lifted already: {known.name}; retire it, or remove its folder, to lift it again")
     done = lift_group(group, skills, klineage_models)
-    say(done.summary)
+    write_line(done.summary)
     if done.card is None:
         pytest.fail(done.summary, pytrace=False)
 

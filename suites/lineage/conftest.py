@@ -1,8 +1,8 @@
-"""What the lineage sessions share: a gate in a hurry, a line of progress, and which lineages there are. No judging."""
+"""What the lineage sessions share: a gate in a hurry, and a judge by it that shows its progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,20 +41,3 @@ def quick_judge(
         return verdict
 
     return judge
-
-
-@pytest.fixture
-def tell(request: pytest.FixtureRequest, klineage_session: KlineageSession) -> Callable[[str], None]:
-    """Writes a line to the terminal, past pytest's capture; silent with --klineage-progress=off and under xdist."""
-    reporter = request.config.pluginmanager.getplugin("terminalreporter")
-    capture = request.config.pluginmanager.getplugin("capturemanager")
-    silent = reporter is None or klineage_session.is_worker or klineage_session.settings.progress == "off"
-
-    def write(line: str) -> None:
-        if silent:
-            return
-        with capture.global_and_fixture_disabled():
-            reporter.ensure_newline()
-            reporter.write_line(line)
-
-    return write

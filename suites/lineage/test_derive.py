@@ -57,7 +57,7 @@ def steps_of(folder: Path, platform: str) -> list[Step]:
 
 
 def test_derive(
-    step: Step, klineage_models: Models, klineage_session: KlineageSession, tell: Callable[[str], None]
+    step: Step, klineage_models: Models, klineage_session: KlineageSession, write_line: Callable[[str], None]
 ) -> None:
     """The simpler state is right, and a model that saw it with a sentence brought the next one's speed back."""
     if (step.folder / KEPT / f"{step.index + 1:02d}.jsonl").exists():
@@ -68,7 +68,7 @@ def test_derive(
     judge, text = GateJudge(klineage_session.gate), contract(step, klineage_session)
     found = derive(step.folder, step.index, session, judge, contract=text)
     came = "derived" if found.forward.source is not None else "not derived"
-    tell(f"{step.name}: {came}, {len(found.forward.rejected)} attempts refused")
+    write_line(f"{step.name}: {came}, {len(found.forward.rejected)} attempts refused")
 
 
 def contract(step: Step, session: KlineageSession) -> str:

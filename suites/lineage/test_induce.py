@@ -53,8 +53,9 @@ def kept(expert: Expert, request: pytest.FixtureRequest) -> Path:
 
 
 def test_induce(
-    expert: Expert, klineage_models: Models, klineage_session: KlineageSession, kept: Path, tell: Callable[[str], None]
-) -> None:
+    expert: Expert, klineage_models: Models, klineage_session: KlineageSession, kept: Path,
+    write_line: Callable[[str], None],
+) -> None:  # fmt: skip
     """Walk from the expert to a naive kernel, and keep the lineage; it ends anywhere else only with a reason."""
     if klineage_models.backend in ("none", "replay"):
         pytest.skip(NO_MODEL if klineage_models.backend == "none" else "test_replay replays")
@@ -64,9 +65,9 @@ def test_induce(
     origin = _origin(expert, klineage_session)
     judge = _judge(klineage_session, name)
     lineage = make_lineage(
-        origin, expert, klineage_models, judge, lambda line: tell(f"{origin.name} {line}"), kept
+        origin, expert, klineage_models, judge, lambda line: write_line(f"{origin.name} {line}"), kept
     ).lineage  # fmt: skip
-    tell(f"{lineage.name}: {len(lineage.transitions)} steps, {lineage.termination.value}")
+    write_line(f"{lineage.name}: {len(lineage.transitions)} steps, {lineage.termination.value}")
     if not lineage.complete:
         pytest.fail(
             f"the walk ended before the naive kernel, after {len(lineage.transitions)} steps: "
@@ -77,14 +78,14 @@ def test_induce(
 
 
 def test_replay(
-    expert: Expert, klineage_models: Models, quick_judge: Judge, kept: Path, tell: Callable[[str], None]
+    expert: Expert, klineage_models: Models, quick_judge: Judge, kept: Path, write_line: Callable[[str], None]
 ) -> None:  # fmt: skip
     """The kept replies lead to the kept lineage, and today's verdicts are of the kept classes."""
     if not klineage_models.is_replay:
         pytest.skip("replays kept trajectories with --klineage-llm=replay")
     if not is_there(kept / TRAJECTORY_FILE):
         pytest.skip(f"{expert_name(expert)} has no kept trajectory")
-    again = replay(kept, quick_judge, report=lambda line: tell(f"{expert_name(expert)} {line}"))
+    again = replay(kept, quick_judge, report=lambda line: write_line(f"{expert_name(expert)} {line}"))
     wrong = [f"the lineage is another one: {difference}" for difference in again.differences]
     wrong += [
         f"kernel {pair.recorded.source_digest[:12]} was {pair.recorded.code.value} and is {pair.verdict.code.value}: "

@@ -56,7 +56,7 @@ def steps_of(folder: Path, platform: str) -> list[Step]:
 
 
 def test_retime(step: Step, klineage_session: KlineageSession, request: pytest.FixtureRequest,
-                tell: Callable[[str], None]) -> None:  # fmt: skip
+                write_line: Callable[[str], None]) -> None:  # fmt: skip
     """The step is timed, and was not disturbed."""
     minutes = request.config.getoption("--for")
     if not minutes:
@@ -73,4 +73,4 @@ def test_retime(step: Step, klineage_session: KlineageSession, request: pytest.F
         pytest.skip(f"nothing is kept: {error}")
     keep_retimed(step.folder, found)
     figures = [speedup_text(effect) for effect in (transition.effect, found.effect) if effect is not None]
-    tell(f"{step.name}: {', now '.join(figures)}{', by the re-derived kernel' if found.better else ''}")
+    write_line(f"{step.name}: {', now '.join(figures)}{', by the re-derived kernel' if found.better else ''}")

@@ -49,7 +49,7 @@ def name_of(site: Site) -> str:
 
 
 def test_span(
-    span: Span, klineage_session: KlineageSession, request: pytest.FixtureRequest, tell: Callable[[str], None]
+    span: Span, klineage_session: KlineageSession, request: pytest.FixtureRequest, write_line: Callable[[str], None]
 ) -> None:
     """The steps are timed together, and were not disturbed."""
     minutes = request.config.getoption("--for")
@@ -64,4 +64,4 @@ def test_span(
     except Disturbed as error:
         pytest.skip(f"nothing is kept: {error}")
     keep_span(span.folder, found)
-    tell(f"{name_of(span.site)}: {speedup_text(found.effect)}")
+    write_line(f"{name_of(span.site)}: {speedup_text(found.effect)}")
