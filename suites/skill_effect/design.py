@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pytest_klineage.lab.library.retrieval import RetrievalTarget
 from pytest_klineage.lab.studies.arms import cards_for, placebo_for
 from pytest_klineage.lab.studies.chains import ROOT as NAIVE
 from pytest_klineage.lab.studies.effect import Study
+from pytest_klineage.lab.studies.pilot import Decision
 from pytest_klineage.operators import make_case
 from pytest_klineage.records import KernelCase, KernelSource, Option, SkillCard, Surface
 from pytest_klineage.results.packed import read_lines
@@ -224,6 +226,14 @@ def read_design(path: Path = FILE) -> Design:
 def thresholds(path: Path = THRESHOLDS) -> dict[str, float]:
     """By target, from which share of the reference's speed on a right kernel is a success; empty before the pilot."""
     return msgspec.toml.decode(path.read_bytes(), type=dict[str, float]) if path.exists() else {}
+
+
+def write_thresholds(found: Mapping[str, float | Decision], path: Path = THRESHOLDS) -> None:
+    """Keep what a pilot has set, of all targets. Raises UsageError while one has no threshold: the file stays then."""
+    left = [f"{target} ({one.value})" for target, one in found.items() if isinstance(one, Decision)]
+    if left:
+        raise UsageError(f"{path.name} stays as it is, since targets have no threshold yet: {', '.join(left)}")
+    path.write_text("".join(f"{target} = {least:.2f}\n" for target, least in found.items()))
 
 
 def digest_of(path: Path = FILE) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,8 @@ from pytest_klineage.lab.optimizers.klineage import CardMethod
 from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, optimize
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.lab.plugin import Models
-from pytest_klineage.records import Asked, Code, Reason, SkillCard, to_json
-from pytest_klineage.results.runs import Record
+from pytest_klineage.records import Asked, Code, Reason, SkillCard
+from pytest_klineage.results.runs import append_record
 
 NAME = "skill_effect"
 METHODS = {NONE: "generated-only", LABELS: "labels-only", CARDS: "klineage", PLACEBO: "klineage"}
@@ -155,10 +154,7 @@ class Runner:
     def kept(self, verdict: Verdict) -> Verdict:
         """The verdict, written down with its samples."""
         self.session.remember(self.request.node.nodeid, verdict)
-        self.verdicts.parent.mkdir(parents=True, exist_ok=True)
-        at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        with self.verdicts.open("ab") as file:
-            file.write(to_json(Record(nodeid=self.request.node.nodeid, verdict=verdict, recorded_at=at)) + b"\n")
+        append_record(self.verdicts, self.request.node.nodeid, verdict)
         return verdict
 
 

@@ -13,7 +13,7 @@ import pytest
 from design import Design, read_design
 from running import Runner
 
-from pytest_klineage import GateSettings, KernelSource
+from pytest_klineage import GateSettings, KernelSource, UsageError
 from pytest_klineage.executors.batch import REQUEST
 from pytest_klineage.lab.studies.chains import Chain, chains_below
 from pytest_klineage.records import Verdict, from_json
@@ -39,7 +39,10 @@ def test_best(target: str, arm: str, design: Design, runner: Runner, request: py
     done = [record.verdict for record in read_lines(runner.verdicts, Record) if record.nodeid == request.node.nodeid]
     if any(verdict.source_digest == best.source_digest for verdict in done):
         pytest.skip("it is judged again already")
-    source = requested(session.settings.batch, best.source_digest)
+    try:
+        source = requested(session.settings.batch, best.source_digest)
+    except UsageError as error:
+        pytest.fail(f"klineage: {error}", pytrace=False)
     with session.gate_with(GateSettings(**(AGAIN | session.settings.gate))) as gate:
         verdict = runner.kept(gate.judge(design.case(target), source))
     assert verdict.scored, f"{verdict.code.value}: {verdict.reasons[0].message}"
@@ -56,9 +59,12 @@ def fastest(chains: list[Chain]) -> Verdict | None:
 
 
 def requested(folder: Path, digest: str) -> KernelSource:
-    """The kernel of a request. Raises LookupError where the folder is not the one that was judged."""
+    """The kernel of a request. Raises UsageError where the folder is not the one that was judged."""
     for path in sorted((folder / REQUEST).glob("*.json")):
         source = from_json(path.read_bytes(), JudgeRequest).source
         if source.digest == digest:
             return source
-    raise LookupError(f"{folder} has no request for the kernel {digest[:12]}")
+    raise UsageError(
+        f"{folder} has no request for the kernel {digest[:12]}: name the folder whose verdicts the trajectories have, "
+        "by --klineage-executor=batch:DIR"
+    )

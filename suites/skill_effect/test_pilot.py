@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from design import THRESHOLDS, Design, read_design
+from design import Design, read_design, write_thresholds
 from running import Runner, method_of, task_of
 
+from pytest_klineage import UsageError
 from pytest_klineage.lab.optimizers.recording import Rejudged
 from pytest_klineage.lab.studies.chains import Chain, chains_below
-from pytest_klineage.lab.studies.pilot import threshold
+from pytest_klineage.lab.studies.pilot import Decision, threshold
 
 DESIGN = read_design()
 
@@ -47,17 +48,19 @@ def test_decision(
     chains = piloted(runner)
     if not chains:
         pytest.skip("no chain of the pilot is judged yet")
-    made = {}
+    made: dict[str, float | Decision] = {}
     for target in design.targets:
         shots = [chain.first for chain in chains if chain.target == target and chain.first is not None]
         speeds = [shot.speedup for shot in shots]
         found = threshold(speeds, replies=design.pilot.replies, rank=design.pilot.rank)
         said = ", ".join("wrong" if speed is None else f"{speed:.3f}x" for speed in speeds)
         write_line(f"{target}: {said or 'no reply'}: {found}")
-        if isinstance(found, float):
-            made[target] = found
+        made[target] = found
     if pytestconfig.getoption("--publish"):
-        THRESHOLDS.write_text("".join(f"{target} = {least:.2f}\n" for target, least in made.items()))
+        try:
+            write_thresholds(made)
+        except UsageError as error:
+            pytest.fail(f"klineage: {error}", pytrace=False)
 
 
 def piloted(runner: Runner) -> list[Chain]:

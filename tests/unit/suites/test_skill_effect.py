@@ -5,31 +5,36 @@ No GPU is here, and no model: replies are made up. What needs nvcc is built by t
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import design as experiment
 import msgspec
 import pytest
 from made_up import begun, verdict
-from running import frozen_now, goal, method_of, refused, task_of
+from running import Runner, frozen_now, goal, method_of, refused, task_of
+from test_best import requested
 
 from pytest_klineage import UsageError
 from pytest_klineage.executors.batch import BatchFolder
 from pytest_klineage.lab.library.cards import find_cards
 from pytest_klineage.lab.optimizers.recording import VERDICT_TOPIC, VerdictMessage
 from pytest_klineage.lab.studies.chains import chains_below
-from pytest_klineage.lab.studies.pilot import threshold
+from pytest_klineage.lab.studies.pilot import Decision, threshold
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.null_models import lint_case
 from pytest_klineage.plugin.waiting import WAITING_EXIT
 from pytest_klineage.records import Code, Judged, KernelCase, KernelSource, Noted, TrajectoryLine, from_json, to_json
 from pytest_klineage.records.judging import JudgeRequest
+from pytest_klineage.results.packed import packed, read_lines
+from pytest_klineage.results.runs import Record
 
 torch = pytest.importorskip("torch")
 
@@ -128,6 +133,31 @@ def test_thresholds_are_those_of_the_published_pilot(tmp_path: Path) -> None:
         for target in DESIGN.targets
     }  # fmt: skip
     assert experiment.thresholds() == found
+
+
+@pytest.mark.parametrize("missing", [Decision.WAIT, Decision.EASE])
+def test_thresholds_are_written_when_all_are_there(missing: Decision, tmp_path: Path) -> None:
+    path = tmp_path / "thresholds.toml"
+    experiment.write_thresholds({"fp8_gemm": 0.63, "long_topk": 1.26}, path)
+    assert experiment.thresholds(path) == {"fp8_gemm": 0.63, "long_topk": 1.26}
+    with pytest.raises(UsageError, match=rf"long_topk \({missing.value}\)"):
+        experiment.write_thresholds({"fp8_gemm": 0.7, "long_topk": missing}, path)
+    assert experiment.thresholds(path) == {"fp8_gemm": 0.63, "long_topk": 1.26}
+
+
+def test_packed_verdicts_are_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "skill_effect-sm90.verdicts.jsonl"
+    packed(path).write_bytes(gzip.compress(to_json(Record(nodeid="before", verdict=verdict(0.5))) + b"\n"))
+    models = SimpleNamespace(trajectories=tmp_path)
+    session = SimpleNamespace(platform="sm90", remember=lambda nodeid, verdict: None)
+    runner = Runner(session, models, SimpleNamespace(node=SimpleNamespace(nodeid="now")), print)
+    assert runner.kept(verdict(0.9)) == verdict(0.9)
+    assert [record.nodeid for record in read_lines(runner.verdicts, Record)] == ["before", "now"]
+
+
+def test_another_folder_of_requests_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"{tmp_path} has no request for the kernel {'0' * 12}"):
+        requested(tmp_path, "0" * 64)
 
 
 def test_a_changed_design_is_not_the_frozen_one(tmp_path: Path) -> None:
