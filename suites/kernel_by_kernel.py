@@ -9,8 +9,9 @@ import math
 import sys
 from pathlib import Path
 
+from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.lab.llm.trajectory import read_trajectory
-from pytest_klineage.records import Judged, Status
+from pytest_klineage.records import Judged
 
 RECOVERED = 0.9
 """Share of the reference's speed that is counted, by estimate."""
@@ -19,8 +20,7 @@ RECOVERED = 0.9
 def speedups_of(path: Path) -> list[float | None]:
     """Of every kernel that a reply made, None for a wrong one."""
     judged = [line.event for line in read_trajectory(path)[0] if isinstance(line.event, Judged)]
-    right = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
-    return [event.speedup if event.code.status in right else None for event in judged if event.call > 0]
+    return [event.speedup if event.code.status in RIGHT else None for event in judged if event.call > 0]
 
 
 def cell(speedups: list[float | None]) -> str:

@@ -14,7 +14,7 @@ from pytest_klineage import KlineageSession
 from pytest_klineage.gate import Gate
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import KernelCase, KernelSource, LibraryPolicy, SourceFile, Surface, Verdict
-from pytest_klineage.results.packed import is_there, read_packed
+from pytest_klineage.results.packed import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY_KERNELS = Path(__file__).parent / "library_kernels"
@@ -76,14 +76,11 @@ def results_file(config: pytest.Config, name: str) -> Path:
 
 
 def kept_rows(path: Path, kind: type[Row], *, without: Callable[[Row], bool]) -> list[Row]:
-    """Rows of earlier parts, less those that are measured again. A file of another form counts as none."""
-    if not is_there(path):
-        return []
-    try:
-        rows = [msgspec.json.decode(line, type=kind) for line in read_packed(path).splitlines()]
-    except msgspec.DecodeError:
-        return []
-    return [row for row in rows if not without(row)]
+    """Rows of earlier parts, less those that are measured again.
+
+    A last line that was cut short is left out. Raises BadRecord for a file of another form: it is not written over.
+    """
+    return [row for row in read_lines(path, kind) if not without(row)]
 
 
 def sources(operator: str, platform: str) -> Iterator[KernelSource]:

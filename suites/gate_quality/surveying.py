@@ -12,9 +12,11 @@ import msgspec
 from pytest_klineage import Gate, UsageError
 from pytest_klineage.formats import Imported
 from pytest_klineage.formats.imported import is_lintable
+from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.distributions import TORCH_DTYPES
 from pytest_klineage.records import Code, KernelCase, KernelSource, LibraryPolicy, SourceFile, Status, Surface, Timing
+from pytest_klineage.results.packed import append_line, read_lines
 
 RUNS = Path(__file__).resolve().parents[2] / "results" / "runs" / "gate_quality"
 AT_LEAST = 0.01
@@ -61,18 +63,14 @@ class Progress:
 
     def __init__(self, name: str) -> None:
         self.path = RUNS / f"{name}.part.jsonl"
-        found = self.path.read_bytes().splitlines() if self.path.is_file() else []
-        self.rows = [msgspec.json.decode(line, type=Row) for line in found]
+        self.rows = read_lines(self.path, Row)
 
     def keep(self, rows: Iterable[Row]) -> Iterator[Row]:
         """Each row, once it is on disk."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            for row in rows:
-                self.rows.append(row)
-                file.write(msgspec.json.encode(row) + b"\n")
-                file.flush()
-                yield row
+        for row in rows:
+            self.rows.append(row)
+            append_line(self.path, row)
+            yield row
 
     def end(self) -> None:
         """The survey is whole, and published."""
@@ -122,7 +120,7 @@ def timed(row: Row, timing: Timing) -> Row:
 
 def refuses_zeros(row: Row) -> bool:
     """Whether the kernel that writes zeros was rejected, for whatever reason."""
-    return bool(row.zeros) and Code(row.zeros).status not in (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE)
+    return bool(row.zeros) and Code(row.zeros).status not in RIGHT
 
 
 def table_of(rows: list[Row]) -> str:

@@ -58,7 +58,7 @@ from pytest_klineage.plugin.comparison.pooling import CONFIDENCE
 from pytest_klineage.records import Code, KernelCase, KernelSource, Verdict
 from pytest_klineage.report.compare import MARGIN
 from pytest_klineage.report.compare_base import judge_again, precision_for
-from pytest_klineage.results.packed import unpack
+from pytest_klineage.results.packed import append_line
 
 OPERATORS = ("conv2d", "fmha", "gdn", "gemm", "topk")
 LEVELS = (0.03, 0.05, 0.1, 0.2)
@@ -159,13 +159,10 @@ def test_detection(
     judged = kept_rows(path, Judged, without=lambda row: False)
     plan = planned(request.config.getoption("--trials") or ROUNDS)
     if not reuse:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unpack(path)
 
         def keep(one: Judged) -> None:
             judged.append(one)
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(one) + b"\n")
+            append_line(path, one)
 
         until = time.monotonic() + 60 * minutes if minutes else float("inf")
         with Gate("cpu", GateSettings()) as gate:

@@ -30,12 +30,13 @@ from detection import (
 )
 from on_gpu import ROOT, kept_rows, results_file
 
-from pytest_klineage import KlineageSession
+from pytest_klineage import KlineageSession, UsageError
 from pytest_klineage.gate import Gate
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.operators import paper_case
 from pytest_klineage.records import KernelSource, Surface, Verdict
 from pytest_klineage.report.compare_base import precision_for
+from pytest_klineage.results.packed import append_line, is_there, line_files
 
 LEVELS = (0.01, 0.015, 0.02, 0.03)
 TARGETS = (0.8, 0.95, 0.99, 1.0)
@@ -128,15 +129,25 @@ def measure(gate: Gate, rounds: int, seconds: float, keep: Callable[[Judged], No
             number += 1
 
 
-def measured_on(folder: Path) -> str:
-    """The platform in the names of the parts, so that a table needs no device. Raises StopIteration without parts."""
-    return next(folder.glob("detection-*-*.jsonl")).stem.split("-")[1]
+def parts_of(reuse: Path) -> list[Path]:
+    """Files of one platform in a folder, which processes on several GPUs have measured; or the one that is named.
+
+    Raises UsageError where there is none.
+    """
+    if is_there(reuse) and reuse.name.startswith("detection-"):
+        return [reuse]
+    parts = list(line_files(reuse, "detection-*-*"))
+    if not parts:
+        raise UsageError(
+            f"{reuse} has no detection-PLATFORM-GPU.jsonl, which a run without --reuse writes to "
+            "results/runs/gate_quality: name that folder, or one file"
+        )
+    return [part for part in parts if measured_on(part) == measured_on(parts[0])]
 
 
-def read_parts(folder: Path, platform: str) -> list[Judged]:
-    """Everything that processes on several GPUs have measured."""
-    parts = sorted(folder.glob(f"detection-{platform}*.jsonl")) if folder.is_dir() else [folder]
-    return [row for part in parts for row in kept_rows(part, Judged, without=lambda row: False)]
+def measured_on(part: Path) -> str:
+    """The platform in a file's name, such as detection-sm90-0123abcd.jsonl, so that a table needs no device."""
+    return part.stem.split("-")[1]
 
 
 def test_gpu_detection(
@@ -146,8 +157,12 @@ def test_gpu_detection(
     """Kernels slowed by 1, 1.5, 2 and 3 % are found in 80, 95, 99 and 100 %; none of 100 unchanged ones is accused."""
     reuse, platform = request.config.getoption("--reuse"), klineage_session.settings.platform
     if reuse:
-        platform = measured_on(Path(reuse))
-        judged = read_parts(Path(reuse), platform)
+        try:
+            parts = parts_of(Path(reuse))
+        except UsageError as error:
+            pytest.fail(f"klineage: {error}", pytrace=False)
+        platform = measured_on(parts[0])
+        judged = [row for part in parts for row in kept_rows(part, Judged, without=lambda row: False)]
         publish(f"detection-{platform}", report_of(judged, platform), judged)
         trials = all_trials(judged, MARGIN)
         longer = [one for by in (UNCHANGED, *LEVELS) for one in scaled(judged, by)]
@@ -164,10 +179,8 @@ def test_gpu_detection(
         return
     with Gate(platform, klineage_session.gate_settings) as gate:
         path = results_file(request.config, f"detection-{platform}-{gate.machine().device_uuid[-8:]}")
-        path.parent.mkdir(parents=True, exist_ok=True)
 
         def keep(one: Judged) -> None:
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(one) + b"\n")
+            append_line(path, one)
 
         measure(gate, request.config.getoption("--trials") or 0, BUDGET_S, keep)

@@ -22,6 +22,7 @@ from pytest_klineage import KernelCase, KernelGate, KlineageSession, paper_case
 from pytest_klineage.lab.library.experts import Expert, find_experts
 from pytest_klineage.lab.library.lineages import HAND_MADE, StoredLineage, load_lineage
 from pytest_klineage.records import INSTRUCTIONS, Interval, KernelSource, Verdict
+from pytest_klineage.results.packed import read_lines
 
 ROOT = Path(__file__).parents[2]
 OPERATORS = ("gdn_cumsum", "gdn_kkt_solve", "gdn_fused_fwd")
@@ -145,14 +146,8 @@ def rows(
 
 
 def read_rows(path: Path) -> dict[tuple[str, int, str], Row]:
-    """Rows of an earlier run. A file of another form counts as none."""
-    if not path.exists():
-        return {}
-    try:
-        read = [msgspec.json.decode(line, type=Row) for line in path.read_bytes().splitlines()]
-    except msgspec.DecodeError:
-        return {}
-    return {row.key: row for row in read}
+    """Rows of an earlier run. Raises BadRecord for a file of another form: it is not written over."""
+    return {row.key: row for row in read_lines(path, Row)}
 
 
 def row_of(kernel: Kernel, verdict: Verdict) -> Row:

@@ -14,6 +14,7 @@ import test_gpu_corpus as corpus
 import test_gpu_references as references
 import test_gpu_verdict_time as verdict_time
 
+from pytest_klineage.errors import BadRecord
 from pytest_klineage.operators import make_case, operator, operator_of
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import LibraryPolicy, Surface
@@ -154,8 +155,11 @@ def test_rows_of_other_parts_are_kept(tmp_path: Path) -> None:
     rows = [trial("gemm", 0), trial("topk", 0)]
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
     assert on_gpu.kept_rows(path, a_a.GpuTrial, without=lambda row: row.operator == "gemm") == rows[1:]
+    path.write_bytes(path.read_bytes()[:-10])
+    assert on_gpu.kept_rows(path, a_a.GpuTrial, without=lambda row: False) == rows[:1]
     path.write_text('{"another": "form"}\n')
-    assert on_gpu.kept_rows(path, a_a.GpuTrial, without=lambda row: False) == []
+    with pytest.raises(BadRecord, match=r"rows\.jsonl"):
+        on_gpu.kept_rows(path, a_a.GpuTrial, without=lambda row: False)
 
 
 def test_the_table_of_a_a_has_a_row_for_each_operator() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import test_detection as suite
+import test_gpu_detection as on_gpus
 from detection import (
     UNCHANGED,
     Judged,
@@ -28,6 +29,7 @@ from detection import (
     trials_of,
 )
 
+from pytest_klineage.errors import UsageError
 from pytest_klineage.records import (
     Code,
     Interval,
@@ -154,6 +156,22 @@ def test_longer_times_are_found_in_fresh_judgements() -> None:
     unchanged = stream(*[1.0] * 6, by=UNCHANGED)
     longer = chosen(all_trials(scaled(unchanged, 0.1), 0.03), 0.1)
     assert [one.outcome.value for one in longer] == ["slower"] * 3
+
+
+def test_parts_of_all_gpus_or_one_file_are_put_together(tmp_path: Path) -> None:
+    names = ("detection-sm90-0123abcd", "detection-sm90-4567cdef", "detection-sm90", "detection-cpu")
+    paths = [tmp_path / f"{name}.jsonl" for name in names]
+    for path in paths:
+        path.write_bytes(b"")
+    assert on_gpus.parts_of(tmp_path) == paths[:2]
+    assert on_gpus.parts_of(paths[2]) == [paths[2]]
+    assert {on_gpus.measured_on(path) for path in paths[:3]} == {"sm90"}
+
+
+def test_a_folder_without_parts_is_named(tmp_path: Path) -> None:
+    for missing in (tmp_path, tmp_path / "nowhere", tmp_path / "no.jsonl"):
+        with pytest.raises(UsageError, match=rf"{missing} has no detection-PLATFORM-GPU\.jsonl"):
+            on_gpus.parts_of(missing)
 
 
 def test_a_round_judges_until_each_trial_is_clear() -> None:

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
+from pytest_klineage.errors import BadRecord
 from pytest_klineage.lab.library.experts import find_experts
 from pytest_klineage.records import Interval
 
@@ -61,8 +63,15 @@ def test_the_table_has_speedups_over_naive_and_predecessor(suite: ModuleType) ->
     assert lines[3][4:] == ["", "", "2x fla"]
 
 
-def test_rows_of_another_form_are_ignored(suite: ModuleType, tmp_path: Path) -> None:
+def test_rows_are_kept_but_for_one_that_was_cut_short(suite: ModuleType, tmp_path: Path) -> None:
     path = tmp_path / "sm90.jsonl"
     assert suite.read_rows(path) == {}
+    row = suite.Row(
+        platform="sm90", operator="gdn_cumsum", place=0, kernel="naive", adds="naive", reference="torch",
+        candidate_ms=0.5, speedup=Interval(1.0, 0.9, 1.1), device="GPU", digest="d",
+    )  # fmt: skip
+    path.write_bytes(msgspec.json.encode(row) + b'\n{"platform": "sm')
+    assert suite.read_rows(path) == {row.key: row}
     path.write_text('{"some": "thing else"}\n')
-    assert suite.read_rows(path) == {}
+    with pytest.raises(BadRecord, match=r"sm90\.jsonl"):
+        suite.read_rows(path)
