@@ -245,6 +245,8 @@ def _table(rows: Iterable[Sequence[object]], headers: Sequence[str]) -> str:
 
 
 def _interval(found: Interval, form: str) -> str:
+    if math.isinf(found.high):
+        return f"{found.estimate:{form}}"
     return f"{found.estimate:{form}} [{found.low:{form}}, {found.high:{form}}]"
 
 

@@ -42,7 +42,6 @@ class Discordance(msgspec.Struct, frozen=True, kw_only=True):
     only_first: int
     only_second: int
     neither: int
-    p_two_sided: float
     p_greater: float
     """That the first arm does not succeed more often."""
 
@@ -61,7 +60,6 @@ def discordance(pairs: Sequence[Pair]) -> Discordance:
     first, second = counts[True, False], counts[False, True]
     return Discordance(
         both=counts[True, True], only_first=first, only_second=second, neither=counts[False, False],
-        p_two_sided=min(1.0, 2 * at_least_heads(max(first, second), first + second)),
         p_greater=at_least_heads(first, first + second),
     )  # fmt: skip
 
@@ -121,19 +119,20 @@ def sign_flip(pairs: Sequence[Pair], *, seed: int = 0) -> float:
 
 
 def mean_difference(pairs: Sequence[Pair], confidence: float = 0.95, *, seed: int = 0) -> Interval:
-    """The mean difference with a bootstrap interval, resampled within targets: their number is fixed by design.
+    """The mean difference with a bootstrap interval, resampled within strata: see `_strata`.
 
     The percentile interval of so few repeats is narrow by sqrt(n / (n - 1)) for n repeats of a target; it is widened by
-    that about the estimate (Hesterberg 2015). Raises ValueError without pairs.
+    that about the estimate (Hesterberg 2015). One pair says nothing of how far others are: its interval is infinite.
+    Raises ValueError without pairs.
     """
     if not pairs:
         raise ValueError("an interval needs at least one pair")
-    targets: dict[str, list[float]] = {}
-    for pair in pairs:
-        targets.setdefault(pair.target, []).append(pair.difference)
+    strata = _strata(pairs)
+    estimate = _mean_of(strata)
+    if len(pairs) == 1:
+        return Interval(estimate, -math.inf, math.inf, confidence)
     generator = random.Random(seed)
-    estimate = _mean_of(targets.values())
-    means = sorted(_mean_of(_widened(one, generator) for one in targets.values()) for _ in range(RESAMPLES))
+    means = sorted(_mean_of(_widened(one, generator) for one in strata) for _ in range(RESAMPLES))
     tail = (1 - confidence) / 2
     low, high = means[round(tail * (RESAMPLES - 1))], means[round((1 - tail) * (RESAMPLES - 1))]
     return Interval(estimate, min(low, estimate), max(high, estimate), confidence)
@@ -181,6 +180,23 @@ def _combined(one: float, other: float, phi: float) -> float:
     return math.sqrt(max(one * one - 2 * phi * one * other + other * other, 0.0))
 
 
+def _strata(pairs: Sequence[Pair]) -> list[list[float]]:
+    """Differences by target, since the number of repeats is fixed by design; of two pairs or more where there are two.
+
+    A target's only pair shows no spread. Such targets are one stratum, so that their distances from one another count;
+    a single one of them is in the smallest of the others.
+    """
+    targets: dict[str, list[float]] = {}
+    for pair in pairs:
+        targets.setdefault(pair.target, []).append(pair.difference)
+    single = [one[0] for one in targets.values() if len(one) == 1]
+    strata = [one for one in targets.values() if len(one) > 1]
+    if len(single) == 1 and strata:
+        min(strata, key=len).extend(single)
+        return strata
+    return [*strata, single] if single else strata
+
+
 def _mean_of(groups: Iterable[Iterable[float]]) -> float:
     """The mean of all numbers in some groups."""
     numbers = [number for group in groups for number in group]
@@ -191,7 +207,5 @@ def _widened(differences: Sequence[float], generator: random.Random) -> list[flo
     """One resample of a target's differences, its distance from their mean widened for their small number."""
     count = len(differences)
     sample = generator.choices(differences, k=count)
-    if count == 1:
-        return sample
     mean, stretch = math.fsum(differences) / count, math.sqrt(count / (count - 1))
     return [mean + stretch * (one - mean) for one in sample]

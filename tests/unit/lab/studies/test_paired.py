@@ -35,11 +35,10 @@ def test_mcnemar_is_the_binomial_test(both: int, first: int, second: int, neithe
     assert (found.both, found.only_first, found.only_second, found.neither) == (both, first, second, neither)
     assert found.pairs == both + first + second + neither
     if first + second:
-        test = stats.binomtest(first, first + second)
-        assert found.p_two_sided == pytest.approx(test.pvalue)
-        assert found.p_greater == pytest.approx(stats.binomtest(first, first + second, alternative="greater").pvalue)
+        test = stats.binomtest(first, first + second, alternative="greater")
+        assert found.p_greater == pytest.approx(test.pvalue)
     else:
-        assert found.p_two_sided == found.p_greater == 1.0
+        assert found.p_greater == 1.0
 
 
 def pairs_of(differences: list[float], targets: int = 1) -> list[Pair]:
@@ -96,6 +95,29 @@ def test_differences_between_targets_do_not_widen_an_interval() -> None:
     interval = mean_difference([*near, *far])
     assert interval.estimate == pytest.approx(5.02)
     assert interval.high - interval.low < 0.05
+
+
+def test_intervals_hold_zero_as_often_for_targets_of_one_pair() -> None:
+    generator = random.Random(11)
+    held = 0
+    for trial in range(100):
+        often = [Pair("often", generator.gauss(0, 0.5), 0.0) for _ in range(5)]
+        pairs = [Pair(str(target), generator.gauss(0, 0.5), 0.0) for target in range(12)]
+        interval = mean_difference([*pairs, *often], seed=trial)
+        held += interval.low <= 0 <= interval.high
+    assert 88 <= held < 100
+
+
+def test_the_only_pair_of_a_target_widens_an_interval() -> None:
+    pairs = [*pairs_of([1.0, 1.1, 1.2, 1.3]), Pair("smaller", 1.0, 0.0), Pair("smaller", 1.1, 0.0)]
+    without, beside = mean_difference(pairs), mean_difference([*pairs, Pair("alone", 3.0, 0.0)])
+    assert beside.high - beside.low > 2 * (without.high - without.low)
+    assert beside.low <= beside.estimate <= beside.high
+
+
+def test_one_pair_in_all_bounds_nothing() -> None:
+    interval = geomean_ratio([Pair("gemm", math.log(3), 0.0)])
+    assert (interval.estimate, interval.low, interval.high) == (pytest.approx(3.0), 0.0, math.inf)
 
 
 def test_a_geometric_mean_ratio_is_of_logarithms() -> None:
