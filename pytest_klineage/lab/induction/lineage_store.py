@@ -30,7 +30,7 @@ from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failu
 from pytest_klineage.lab.llm.session import Session
 from pytest_klineage.lab.llm.trajectory import read_trajectory
 from pytest_klineage.lab.optimizers.recording import Rejudged
-from pytest_klineage.records import Begun, Event, Lineage, Opened, Rejection, Stopped, Termination, to_json
+from pytest_klineage.records import Begun, Event, Lineage, Opened, Rejection, Stopped, Termination, begun_of, to_json
 from pytest_klineage.results.packed import read_packed
 
 TRAJECTORY_FILE = "trajectory.jsonl"
@@ -144,7 +144,7 @@ def _without_reasons(lineage: Lineage) -> Lineage:
 
 
 def _begun(events: tuple[Event, ...], path: Path) -> Begun:
-    found = next((event for event in events if isinstance(event, Begun)), None)
+    found = begun_of(events)
     if found is None:
         raise BadRecord(f"{path} does not begin as a trajectory does")
     return found

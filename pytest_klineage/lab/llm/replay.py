@@ -11,7 +11,7 @@ from pytest_klineage.lab.llm.backend import Backend, Reply
 from pytest_klineage.lab.llm.conversation import PROMPT_SET, Conversation, difference
 from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failure, TrajectoryMismatch
 from pytest_klineage.lab.llm.trajectory import RecordedCall, read_trajectory, recorded_calls
-from pytest_klineage.records import Answered, Begun, Stopped
+from pytest_klineage.records import Answered, Stopped, begun_of
 
 
 class ReplayBackend(Backend):
@@ -28,7 +28,7 @@ class ReplayBackend(Backend):
         lines, _ = read_trajectory(path)
         events = tuple(line.event for line in lines)
         self.path = path
-        begun = next((event for event in events if isinstance(event, Begun)), None)
+        begun = begun_of(events)
         self.model = begun.model if begun is not None else ""
         self.prompt_set = begun.prompt_set if begun is not None else PROMPT_SET
         self._limit_usd = begun.budget_usd if begun is not None else 0.0

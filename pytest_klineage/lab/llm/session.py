@@ -28,7 +28,7 @@ from pytest_klineage.lab.llm.faults import BackendFailed, BudgetExhausted, Failu
 from pytest_klineage.lab.llm.prices import Budget
 from pytest_klineage.lab.llm.replay import ReplayBackend, recorded_failure, replied
 from pytest_klineage.lab.llm.trajectory import RecordedCall, Trajectory
-from pytest_klineage.records import Answered, Asked, Begun, Event, Failed, Judged, Noted, Stopped, Usage
+from pytest_klineage.records import Answered, Asked, Begun, Event, Failed, Judged, Noted, Stopped, Usage, begun_of
 
 MAX_OUTPUT_TOKENS = 16384
 
@@ -106,7 +106,8 @@ class Session:
     @property
     def prompt_set(self) -> int:
         """The number of the prompt set that the trajectory was begun with."""
-        return next((event.prompt_set for event in self.trajectory.events if isinstance(event, Begun)), PROMPT_SET)
+        begun = begun_of(self.trajectory.events)
+        return begun.prompt_set if begun is not None else PROMPT_SET
 
     def record(self, event: Judged | Noted | Stopped) -> None:
         """Write what is not a call: a verdict, a note, an end."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import StoreError, UsageError
+from pytest_klineage.lab.library.lineages import RIGHT
 from pytest_klineage.records import Code, Status
 
 SEPARATOR = "||"
@@ -28,7 +29,7 @@ UNSURE_CONFIDENCE = 0.7
 """Confidence of a judgement that is no JSON and yet says "true" and "duplicate"."""
 NUMERICAL = (Code.MISMATCH, Code.NON_FINITE, Code.UNWRITTEN)
 """Failures that only a comparison of values shows: they teach no rule."""
-LEARNT_FROM_NOTHING = (Status.ACCEPTED, Status.SLOWER, Status.INCONCLUSIVE, Status.SKIPPED)
+LEARNT_FROM_NOTHING = (*RIGHT, Status.SKIPPED)
 
 
 class MemoryRule(msgspec.Struct, frozen=True):
