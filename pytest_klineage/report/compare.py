@@ -20,6 +20,16 @@ import msgspec
 from pytest_klineage.errors import UsageError
 from pytest_klineage.records import Interval, Status, Timing, Verdict
 from pytest_klineage.records.baseline import Baseline, Comparison, ComparisonOutcome, Pin
+from pytest_klineage.records.bootstrap import (
+    FEW_PAIRS,
+    FINAL_RESAMPLES,
+    groups_of,
+    log_ratios,
+    quantile,
+    resample,
+    start_factor,
+    tail_share,
+)
 from pytest_klineage.records.facts import MEASURED
 from pytest_klineage.records.verdict import DISTURBED
 
@@ -27,9 +37,6 @@ MARGIN = 0.03
 """Change of speed that counts, where the user gives none."""
 CONFIDENCE = 0.99
 """Of a comparison's interval: a suite makes many comparisons, and one false alarm in twenty is too many."""
-RESAMPLES = 2000
-FEW_PAIRS = 12
-"""Below this many samples a bootstrap is too narrow; the range of all stands in for it."""
 UNPAIRED = frozenset({"paper", "do_bench"})
 """Timing policies whose samples of both sides do not belong together."""
 SHOWN_DIFFERENCES = 3
@@ -44,24 +51,24 @@ def read_tolerance(text: str) -> float:
 
 
 def change_interval(
-    old: Timing, new: Timing, *, confidence: float = CONFIDENCE, resamples: int = RESAMPLES, seed: int = 0
+    old: Timing, new: Timing, *, confidence: float = CONFIDENCE, resamples: int = FINAL_RESAMPLES, seed: int = 0
 ) -> Interval:
     """New speedup over old speedup, with a percentile bootstrap interval from the samples of both runs.
 
     Above 1 the kernel has become faster against its reference. Each run is resampled by itself, starts of processes
-    first and then the pairs of each (see docs/concepts/timing.md), and the logarithms are subtracted. `seed` makes a
-    record reproducible from its samples.
+    first and then the pairs of each (see docs/concepts/timing.md), and the logarithms are subtracted. As the gate's
+    own interval it is expanded for few samples, of the run that has fewer, and each run for its few starts. `seed`
+    makes a record reproducible from its samples.
     """
     draw = random.Random(seed)
     estimate = _middle(new) - _middle(old)
-    if min(len(timing.candidate_samples_ms) for timing in (old, new)) < FEW_PAIRS:
-        (old_low, old_high), (new_low, new_high) = _range(old), _range(new)
-        low, high = new_low - old_high, new_high - old_low
-    else:
-        then, now = _resampled(old, resamples, draw), _resampled(new, resamples, draw)
-        changes = sorted(b - a for a, b in zip(then, now, strict=True))
-        tail = (1 - confidence) / 2
-        low, high = _quantile(changes, tail), _quantile(changes, 1 - tail)
+    (old_low, old_high), (new_low, new_high) = _range(old), _range(new)
+    low, high = new_low - old_high, new_high - old_low
+    if (count := min(_count(old), _count(new))) >= FEW_PAIRS:
+        then, now = _deviations(old, resamples, draw), _deviations(new, resamples, draw)
+        changes = sorted(estimate + b - a for a, b in zip(then, now, strict=True))
+        tail = tail_share(confidence, count)
+        low, high = max(low, quantile(changes, tail)), min(high, quantile(changes, 1 - tail))
     return Interval(math.exp(estimate), math.exp(min(low, estimate)), math.exp(max(high, estimate)), confidence)
 
 
@@ -247,8 +254,7 @@ def first_line(message: str) -> str:
 
 def _ratios(timing: Timing) -> list[float]:
     """Logarithm of every pair's speedup."""
-    pairs = zip(timing.reference_samples_ms, timing.candidate_samples_ms, strict=True)
-    return [math.log(reference / candidate) for reference, candidate in pairs]
+    return log_ratios(timing.reference_samples_ms, timing.candidate_samples_ms)
 
 
 def _middle(timing: Timing) -> float:
@@ -259,6 +265,11 @@ def _middle(timing: Timing) -> float:
     return math.log(statistics.median(reference) / statistics.median(candidate))
 
 
+def _count(timing: Timing) -> int:
+    """Samples of the side that has fewer."""
+    return min(len(timing.reference_samples_ms), len(timing.candidate_samples_ms))
+
+
 def _range(timing: Timing) -> tuple[float, float]:
     """Smallest and largest logarithm that the samples allow."""
     if timing.policy not in UNPAIRED:
@@ -267,25 +278,13 @@ def _range(timing: Timing) -> tuple[float, float]:
     return math.log(min(reference) / max(candidate)), math.log(max(reference) / min(candidate))
 
 
-def _resampled(timing: Timing, resamples: int, draw: random.Random) -> list[float]:
-    """Bootstrap replicates of `_middle`."""
+def _deviations(timing: Timing, resamples: int, draw: random.Random) -> list[float]:
+    """By how much bootstrap replicates of `_middle` differ from it, wider for few starts as the gate's interval is."""
+    middle = _middle(timing)
     if timing.policy in UNPAIRED:
         sides = (timing.reference_samples_ms, timing.candidate_samples_ms)
         middles = [[statistics.median(draw.choices(side, k=len(side))) for side in sides] for _ in range(resamples)]
-        return [math.log(reference / candidate) for reference, candidate in middles]
-    ratios = _ratios(timing)
-    bounds = zip(timing.starts, [*timing.starts[1:], len(ratios)], strict=True)
-    groups = [ratios[start:end] for start, end in bounds if start < end]
-    return [statistics.median(_resample(groups, draw)) for _ in range(resamples)]
-
-
-def _resample(groups: list[list[float]], draw: random.Random) -> list[float]:
-    drawn = draw.choices(groups, k=len(groups)) if len(groups) > 1 else groups
-    return [value for group in drawn for value in draw.choices(group, k=len(group))]
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    position = share * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+        return [math.log(reference / candidate) - middle for reference, candidate in middles]
+    groups = groups_of(_ratios(timing), timing.starts)
+    wider = start_factor(len(groups))
+    return [wider * (statistics.median(resample(groups, draw)) - middle) for _ in range(resamples)]

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from statistics import median
 
-from pytest_klineage.gate.timing.statistics import FINAL_RESAMPLES, paired_interval
+from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.records import Interval, Timing, Verdict
 from pytest_klineage.records.baseline import Comparison
+from pytest_klineage.records.bootstrap import FINAL_RESAMPLES
 from pytest_klineage.report.compare import UNPAIRED
 from pytest_klineage.report.compare_base import compare_base, undisturbed
 

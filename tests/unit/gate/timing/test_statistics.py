@@ -13,22 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.gate.timing.statistics import (
-    FEW_PAIRS,
     FIRST_LOOK,
     Standing,
     chance_of_as_many,
-    log_ratios,
     next_look,
     paired_interval,
     precise_enough,
-    quantile,
     quantile_of_others,
     standing,
-    start_factor,
-    tail_share,
     unpaired_interval,
 )
 from pytest_klineage.records import Interval
+from pytest_klineage.records.bootstrap import FEW_PAIRS, log_ratios, quantile, start_factor, tail_share
 
 TIMES = st.floats(1e-4, 1e4)
 PAIRS = st.lists(st.tuples(TIMES, TIMES), min_size=1, max_size=40)
