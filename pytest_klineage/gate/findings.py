@@ -350,7 +350,7 @@ def busy_reason(timed: Reason, foreign_load: float, limit: float) -> Reason:
 
     A kernel that is clearly too slow is that on a busy machine as well.
     """
-    if foreign_load <= limit or timed.code is Code.INCONCLUSIVE_INTERVAL or fails_anyway(timed):
+    if foreign_load <= limit or fails_anyway(timed):
         return timed
     message = (
         f"other processes used {100 * foreign_load:.0f} % of the machine while it was timed, {100 * limit:.0f} % are "

@@ -66,7 +66,7 @@ def busy_gpu_reason(timed: Reason, neighbours: Neighbours, *, allow: bool) -> Re
     Where it is not known who is there, only a look while nothing of ours ran counts: a guess must not cost an honest
     kernel its verdict.
     """
-    if allow or timed.code is Code.INCONCLUSIVE_INTERVAL or fails_anyway(timed):
+    if allow or fails_anyway(timed):
         return timed
     who = _who(neighbours)
     if not who:

@@ -196,9 +196,12 @@ class TestTiming:
         assert busy.evidence["foreign_load"] == 0.3
         assert "30 %" in busy.message
 
-    def test_what_is_inconclusive_anyway_keeps_its_reason(self) -> None:
+    def test_an_interval_across_the_line_was_disturbed_as_well(self) -> None:
         timed = judged(0.8, 1.2)
-        assert busy_reason(timed, 1.0, 0.25) is timed
+        busy = busy_reason(timed, 1.0, 0.25)
+        assert busy.code is Code.INCONCLUSIVE_BUSY
+        assert busy.message.endswith("or raise --klineage-busy-limit")
+        assert timed.message in busy.message
 
     def test_the_figures_stand_in_message_and_evidence(self) -> None:
         reason = judged(0.6, 0.7, at_least=1.25)

@@ -266,7 +266,7 @@ def test_a_foreign_process_makes_a_timing_inconclusive(nvml: Any, outside: None)
     assert busy_gpu_reason(TIMED, found, allow=True) is TIMED
     assert neighbours_note(found).startswith("shared GPU: 1 other process")
     unclear = Reason(code=Code.INCONCLUSIVE_INTERVAL, message="wide")
-    assert busy_gpu_reason(unclear, found, allow=False) is unclear
+    assert busy_gpu_reason(unclear, found, allow=False).code is Code.INCONCLUSIVE_BUSY
 
 
 @pytest.mark.usefixtures("no_nvml")
