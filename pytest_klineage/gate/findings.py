@@ -14,13 +14,15 @@ from pytest_klineage.gate.timing.policy import (
     ENOUGH_NOVEL,
     LEAST_NOVEL,
     Measurement,
+    Policy,
     Samples,
     known_gain,
     shows_memory,
 )
 from pytest_klineage.gate.timing.stability import at_best, clearly_fails
-from pytest_klineage.gate.timing.statistics import Standing, paired_interval, quantile, quantile_of_others, standing
+from pytest_klineage.gate.timing.statistics import Standing, paired_interval, quantile_of_others, standing
 from pytest_klineage.records import Code, Floor, KernelCase, Peaks, Reason, Status
+from pytest_klineage.records.bootstrap import quantile
 from pytest_klineage.records.messages import CaseOpened
 from pytest_klineage.records.template_messages import WorkerExit
 
@@ -325,16 +327,17 @@ def unheard_ms(samples: Samples) -> float:
     return max(0.0, differences[min(rank, len(differences)) - 1])
 
 
-def resolved_reason(timed: Reason, samples: Samples, line: float) -> Reason:
+def resolved_reason(timed: Reason, samples: Samples, line: float, policy: Policy) -> Reason:
     """The reason of a timing, made inconclusive where the candidate is fast enough by its own clock alone.
 
-    `samples` are as they were taken, `line` is the least speedup that is accepted.
+    `samples` are as the policy has taken them, `line` is the least speedup that is accepted.
     """
     unheard = unheard_ms(samples)
     if timed.code.status is not Status.ACCEPTED or not unheard:
         return timed
     paid = overhead_corrected(samples)
-    speedup = paired_interval(paid.reference, [own + unheard for own in paid.candidate]).estimate
+    paid.candidate = [own + unheard for own in paid.candidate]
+    speedup = policy.estimate(paid)
     if speedup >= line:
         return timed
     message = (

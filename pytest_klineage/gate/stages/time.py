@@ -80,7 +80,8 @@ class TimedStage:
         if self._is_mixed(opened):
             reason = findings.compared_reason(reason, outcome)
         if "two_clocks" in self.context.settings.defences and self.context.gate.host.device == "cpu":
-            reason = findings.resolved_reason(reason, taken, self._line())
+            policy = POLICIES[self.context.settings.policy]
+            reason = findings.resolved_reason(reason, taken, self._line(), policy)
         return stability.steady_reason(reason, outcome.samples, at_least=case.at_least, line=self._line(), limit=limit)
 
     def _corrected(self, samples: Samples) -> Samples:

@@ -12,16 +12,18 @@ from typing import ClassVar, Protocol, TypeAlias
 import msgspec
 
 from pytest_klineage.gate.timing import statistics
-from pytest_klineage.records import Interval
+from pytest_klineage.records import Interval, speedup
+from pytest_klineage.records.bootstrap import FEW_PAIRS, FINAL_RESAMPLES, log_ratios
 
 PAIRED_WARMUP = 3
-"""Calls of each side before the first pair: page faults, thread pools and lazy initialisation belong here."""
+"""Calls of each side, on a GPU blocks of many, before the first pair of every start: page faults, thread pools and lazy
+initialisation belong here."""
 MIN_PAIRS = 20
 """Pairs before sampling may stop because it is precise."""
 LEAST_PAIRS = 6
 """Pairs that are taken even when time is up: the range of six pairs still covers the median with 97 %."""
 MAX_PAIRS = 2000
-ENOUGH_NOVEL = statistics.FEW_PAIRS
+ENOUGH_NOVEL = FEW_PAIRS
 """Pairs on new problems, and pairs on known ones, that are taken although time is up: fewer would not show a kernel
 that answers from memory, and one that is slow on purpose would leave no more."""
 MOST_TIME = 5.0
@@ -125,7 +127,7 @@ class TimeLimit(msgspec.Struct, frozen=True, kw_only=True):
         return not self.mixed or shows_memory(samples) or self.spent() > MOST_TIME or self._is_slower(samples)
 
     def _is_slower(self, samples: Samples) -> bool:
-        ratios = statistics.log_ratios(samples.reference, samples.candidate)
+        ratios = log_ratios(samples.reference, samples.candidate)
         return self.line > 0 and max(ratios) < math.log(self.line)
 
 
@@ -137,9 +139,6 @@ class Sampler(Protocol):
 
 class RestartPolicy(Protocol):
     """Starts both sides in new processes between pairs."""
-
-    warmup: int
-    """What each side repeats, untimed, after a start."""
 
     def restart(self, samples: Samples) -> bool:
         """Start both sides again when it is time, and say whether that was done."""
@@ -188,6 +187,10 @@ class Policy(ABC):
     ) -> Measurement:  # fmt: skip
         """Sample until the policy is satisfied or out of time."""
 
+    def estimate(self, samples: Samples) -> float:
+        """The speedup of samples without its interval: here the ratio of both sides' medians."""
+        return speedup(median(samples.reference), median(samples.candidate))
+
 
 class Paired(Policy):
     """Both sides alternate on the same inputs, pairs in random order; stops when precise or out of time.
@@ -215,7 +218,7 @@ class Paired(Policy):
             if pairs >= look or (process_restart is not None and process_restart.full(samples)):
                 interval = self._interval(correct(samples), confidence, statistics.LOOK_RESAMPLES)
                 look = statistics.next_look(pairs)
-                enough = process_restart is None or (process_restart.enough(samples) and may_be_precise(samples))
+                enough = self._may_stop(samples, process_restart)
                 if found := self._reason_to_stop(interval, precision, enough):
                     stopped = found
                     break
@@ -227,17 +230,24 @@ class Paired(Policy):
                 break
             if process_restart is not None and process_restart.restart(samples):
                 samples.starts.append(pairs)
-                sample(SIDES, process_restart.warmup, flush=False)
+                sample(SIDES, PAIRED_WARMUP, flush=False)
                 process_restart.warmed()
         else:
             stopped = "pair limit"
         return Measurement(
             samples=samples,
-            interval=self._interval(correct(samples), confidence, statistics.FINAL_RESAMPLES),
+            interval=self._interval(correct(samples), confidence, FINAL_RESAMPLES),
             warmup=PAIRED_WARMUP,
             statistic=PAIRED_STATISTIC,
             stopped=stopped,
         )
+
+    def estimate(self, samples: Samples) -> float:
+        return math.exp(median(log_ratios(samples.reference, samples.candidate)))
+
+    def _may_stop(self, samples: Samples, process_restart: RestartPolicy | None) -> bool:
+        """Whether there are pairs and starts enough for sampling to stop because it is precise."""
+        return may_be_precise(samples) and (process_restart is None or process_restart.enough(samples))
 
     def _reason_to_stop(self, interval: Interval, precision: float, enough: bool) -> str:
         """Why sampling ends at this interval; empty where it goes on."""
@@ -264,6 +274,10 @@ class Screening(Paired):
 
     def __init__(self, mode: str, best: float) -> None:
         self.mode, self._best = mode, best  # type: ignore[misc]  # the one policy whose mode depends on another's
+
+    def _may_stop(self, samples: Samples, process_restart: RestartPolicy | None) -> bool:
+        # Whether a kernel answers from memory is for the full judgement.
+        return process_restart is None or super()._may_stop(samples, process_restart)
 
     def _reason_to_stop(self, interval: Interval, precision: float, enough: bool) -> str:
         if not interval.low <= self._best <= interval.high:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple
 
-from pytest_klineage.gate.timing.policy import PAIRED_WARMUP, RestartPolicy, Samples
+from pytest_klineage.gate.timing.policy import RestartPolicy, Samples
 
 CPU_STARTS = 4
 """Pairs of processes before sampling on a CPU may stop because it is precise."""
@@ -42,48 +42,39 @@ GPU_LEAST_TIME_S = 2.0
 """A shorter time limit on a GPU has no room for restarts."""
 
 
-class TimedRestarts:
+class TimedRestarts(RestartPolicy):
     """New processes whenever so many seconds have passed, until the time limit has.
 
     Pairs that are taken later serve the comparison of new problems with known ones: another start would spend their
-    time on warming up.
+    time on warming up. A start ends by the clock, whatever it has.
     """
-
-    warmup = PAIRED_WARMUP
 
     def __init__(self, every_s: float, start: Callable[[], None], time_is_up: Callable[[], bool]) -> None:
         self._every_s, self._start, self._is_up = min(every_s, MOST_BETWEEN_RESTARTS_S), start, time_is_up
         self._last = time.monotonic()
 
     def restart(self, samples: Samples) -> bool:
-        """Renew both sides when it is time, and say whether that was done."""
         if self._is_up() or time.monotonic() - self._last < self._every_s:
             return False
         self._start()
         return True
 
     def warmed(self) -> None:
-        """Count from here: a kernel that is slow to warm up would be started again after every few pairs."""
+        # A kernel that is slow to warm up would else be started again after every few pairs.
         self._last = time.monotonic()
 
     def full(self, samples: Samples) -> bool:
-        """Whether the last start has all its pairs: it ends by the clock, whatever it has."""
         return False
 
     def enough(self, samples: Samples) -> bool:
-        """Whether there were starts enough for an interval."""
         return len(samples.starts) >= CPU_STARTS
 
     def exhausted(self, samples: Samples) -> bool:
-        """Whether there are no more starts."""
         return False
 
 
-class CountedRestarts:
+class CountedRestarts(RestartPolicy):
     """New processes after so many pairs, the same number from each of them."""
-
-    warmup = PAIRED_WARMUP
-    """Blocks of each side, of many calls each."""
 
     def __init__(
         self, start: Callable[[], None], *, long: RestartPlan = GPU_LONG, short: RestartPlan = GPU_SHORT
@@ -91,7 +82,6 @@ class CountedRestarts:
         self._start, self._long, self._short = start, long, short
 
     def restart(self, samples: Samples) -> bool:
-        """Renew both sides when it is their time, and say whether that was done."""
         if not self.full(samples) or self.exhausted(samples):
             return False
         self._start()
@@ -101,15 +91,12 @@ class CountedRestarts:
         """Nothing: pairs are counted, not seconds."""
 
     def full(self, samples: Samples) -> bool:
-        """Whether the last start has all its pairs."""
         return len(samples.candidate) - samples.starts[-1] >= self._plan(samples).pairs
 
     def enough(self, samples: Samples) -> bool:
-        """Whether there were starts enough for an interval, and all of them are full."""
         return len(samples.starts) >= self._plan(samples).starts and self.full(samples)
 
     def exhausted(self, samples: Samples) -> bool:
-        """Whether all starts that there may be are full."""
         return len(samples.starts) >= self._plan(samples).most and self.full(samples)
 
     def _plan(self, samples: Samples) -> RestartPlan:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 
 import msgspec
 
-from pytest_klineage.gate.timing.policy import Samples
-from pytest_klineage.gate.timing.statistics import chance_of_as_many, quantile
+from pytest_klineage.gate.timing.policy import SIDES, Samples
+from pytest_klineage.gate.timing.statistics import chance_of_as_many
 from pytest_klineage.records import Code, Reason, Status
+from pytest_klineage.records.bootstrap import quantile
 
 GROUPS_APART = 1.5
 """Factor between the medians of two groups above which a message distinguishes them."""
@@ -18,7 +19,6 @@ SMALLEST_GROUP = 0.1
 """Share of the samples that a group has at least."""
 HOPELESS = 0.5
 """Share of the required speedup below which a kernel fails whatever disturbed its timing."""
-SIDES = ("reference", "candidate")
 SLOW, UNLIKELY = 3.0, 1e-3
 """A sample, of a call or on a GPU of a block of them, is slow that takes longer than so many medians of its side; and
 how unlikely it is that so many more of the candidate's are, where that counts."""
@@ -79,6 +79,7 @@ class SlowCalls(msgspec.Struct, frozen=True):
     count: int
     samples: int
     by_sums: float
+    """By the mean of all samples of each side, of which do_bench has not equally many."""
 
 
 def own_slow_calls(samples: Samples) -> SlowCalls | None:
@@ -99,7 +100,7 @@ def own_slow_calls(samples: Samples) -> SlowCalls | None:
     )
     if max(chance_of_as_many(own, len(candidate), other, len(reference)) for own, other in counts) >= UNLIKELY:
         return None
-    return SlowCalls(len(slow), len(candidate), sum(reference) / sum(candidate))
+    return SlowCalls(len(slow), len(candidate), fmean(reference) / fmean(candidate))
 
 
 def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: float, limit: float) -> Reason:
@@ -134,7 +135,7 @@ def by_sums_reason(timed: Reason, slow: SlowCalls, line: float) -> Reason:
     """Why a kernel that its median would accept is not."""
     message = (
         f"{slow.count} of {slow.samples} samples of the candidate took over {SLOW:g} times its median, far more than "
-        f"of the reference: {slow.by_sums:.3g}x by the sums of all samples, below {line:.3g}x; measured: "
+        f"of the reference: {slow.by_sums:.3g}x by the means of all samples, below {line:.3g}x; measured: "
         f"{timed.message}"
     )
     evidence = {**timed.evidence, "unstable": "candidate", "slow_calls": slow.count, "by_sums": slow.by_sums}

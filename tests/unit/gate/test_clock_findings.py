@@ -18,7 +18,7 @@ from pytest_klineage.gate.findings import (
     overhead_corrected,
     overheads_ms,
 )
-from pytest_klineage.gate.timing.policy import Samples, shows_memory
+from pytest_klineage.gate.timing.policy import POLICIES, Samples, shows_memory
 from pytest_klineage.records import Code, Reason
 
 PAIRS = 60
@@ -300,8 +300,10 @@ class TestUnheard:
             samples.candidate_wall.append(samples.candidate[-1] + conditions + draw.uniform(0, 0.02) + hidden_ms)
         return samples
 
-    def resolved(self, samples: Samples, line: float = 1.9, code: Code = Code.ACCEPTED_FASTER) -> Reason:
-        return findings.resolved_reason(Reason(code=code, message="2.5x"), samples, line)
+    def resolved(
+        self, samples: Samples, line: float = 1.9, code: Code = Code.ACCEPTED_FASTER, policy: str = "paired"
+    ) -> Reason:
+        return findings.resolved_reason(Reason(code=code, message="2.5x"), samples, line, POLICIES[policy])
 
     def test_what_is_hidden_in_the_gap_is_found_in_pairs(self) -> None:
         samples = self.samples(hidden_ms=0.05)
@@ -328,6 +330,18 @@ class TestUnheard:
     def test_another_verdict_is_left_as_it_is(self) -> None:
         slower = self.resolved(self.samples(hidden_ms=0.05), code=Code.SLOWER_THAN_REQUIRED)
         assert slower.code is Code.SLOWER_THAN_REQUIRED
+
+    @pytest.mark.parametrize("policy", ["paper", "do_bench"])
+    def test_sides_that_are_no_pairs_compare_by_their_medians(self, policy: str) -> None:
+        """do_bench has more samples of the shorter side."""
+        samples = self.samples(hidden_ms=0.05)
+        more = self.samples(hidden_ms=0.05, pairs=90)
+        samples.candidate, samples.candidate_wall = more.candidate, more.candidate_wall
+        unheard, paid = findings.unheard_ms(samples), overhead_corrected(samples)
+        reason = self.resolved(samples, policy=policy)
+        assert reason.code is Code.INCONCLUSIVE_INTERVAL
+        expected = median(paid.reference) / (median(paid.candidate) + unheard)
+        assert reason.evidence["speedup_with_it"] == pytest.approx(expected)
 
     def test_what_is_charged_already_is_not_counted_twice(self) -> None:
         samples = self.samples(hidden_ms=30.0)

@@ -31,6 +31,7 @@ def screened(
             calls += role == "candidate"
             own = samples.candidate if role == "candidate" else samples.reference
             own.append(candidate_ms(calls) if role == "candidate" else 1.0)
+            samples.novel += [calls == 1] * (role == "candidate")  # whether it remembers is not asked
         return samples
 
     return screening(POLICIES["paired"], best).measure(
