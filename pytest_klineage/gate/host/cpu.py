@@ -7,10 +7,9 @@ import functools
 import os
 import platform
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from pytest_klineage.gate.host.locks import machine_lock as machine_lock  # callers know it by this place
 from pytest_klineage.records import Machine
 
 DEFAULT_CACHE_BYTES = 32 << 20
@@ -163,11 +162,56 @@ def machine_ticks() -> int:
 
 def family_ticks(pid: int) -> int:
     """Clock ticks that a process, its living descendants and their ended children have used."""
-    total = 0
+    return sum(map(_ticks, _family(pid)))
+
+
+def _ticks(pid: int) -> int:
     with contextlib.suppress(OSError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total = sum(map(int, fields[11:15]))
+        return sum(map(int, _stat(pid)[11:15]))
+    return 0
+
+
+def family_pids(pid: int) -> frozenset[int]:
+    """A process and its living descendants."""
+    return frozenset(_family(pid))
+
+
+def _family(pid: int) -> list[int]:
+    """The same, parents first: what a child that ends meanwhile has used is not counted twice."""
+    children = _listed_children if _lists_children() else _children_by_parent()
+    found: dict[int, None] = {}
+    ahead = [pid]
+    while ahead:
+        one = ahead.pop()
+        if one not in found:
+            found[one] = None
+            ahead += children(one)
+    return list(found)
+
+
+@functools.cache
+def _lists_children() -> bool:
+    """Whether Linux was built to list a process's children (CONFIG_PROC_CHILDREN)."""
+    return Path("/proc/thread-self/children").exists()
+
+
+def _listed_children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                total += family_ticks(int(child))
-    return total
+            found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def _children_by_parent() -> Callable[[int], list[int]]:
+    """The same from the parent that every process names, read once for all of them."""
+    found: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            found.setdefault(int(_stat(int(path.name))[1]), []).append(int(path.name))
+    return lambda pid: found.get(pid, [])
+
+
+def _stat(pid: int) -> list[str]:
+    """What /proc/PID/stat says after the process's name, which may hold anything: from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

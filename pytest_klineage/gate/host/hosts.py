@@ -16,13 +16,14 @@ from pytest_klineage.gate.host.cpu import (
     LoadMeter,
     cache_sizes,
     describe_cpu,
+    family_pids,
     flags_here,
     flush_size,
     peak_flops_per_core,
 )
 from pytest_klineage.gate.host.gpus import check_toolchain, choose_gpu, describe_gpu
 from pytest_klineage.gate.host.monitor import GpuMeter
-from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
+from pytest_klineage.gate.host.neighbours import busy_gpu_reason, foreign_processes, neighbours_note
 from pytest_klineage.gate.host.nvml import open_nvml
 from pytest_klineage.gate.host.threads import Binding, binding_here
 from pytest_klineage.records import Gpu, GpuReadings, Machine, Neighbours, Peaks, Reason, gpu_platform

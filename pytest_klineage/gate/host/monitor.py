@@ -60,13 +60,8 @@ class GpuMeter:
         self._states.append(state)
         return state
 
-    def forget(self) -> None:
-        """Drop the samples so far, as between two policies."""
-        self._states.clear()
-        self._costs_ms.clear()
-
     def summary(self) -> GpuReadings:
-        """All samples since the beginning, or since `forget`, in a few figures."""
+        """All samples in a few figures."""
         return summarise(self._states, self._costs_ms)
 
     def close(self) -> None:

@@ -26,16 +26,6 @@ SETTLE_S = 1.2
 CONTAINER = "in a container the driver may hide or renumber processes"
 
 
-def family_pids(pid: int) -> frozenset[int]:
-    """A process and its living descendants."""
-    found = {pid}
-    with contextlib.suppress(OSError, ValueError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            for child in (task / "children").read_text().split():
-                found |= family_pids(int(child))
-    return frozenset(found)
-
-
 def foreign_processes(gpu: Gpu, own_pids: Collection[int], *, quiet: bool = False) -> Neighbours:
     """Processes with a CUDA context on the GPU that are not ours.
 

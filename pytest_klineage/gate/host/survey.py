@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.gate.host.cpu import family_pids
 from pytest_klineage.gate.host.gpus import VISIBLE, all_gpus, architecture, platform_of, unfit, visible_gpus
 from pytest_klineage.gate.host.monitor import read_state
-from pytest_klineage.gate.host.neighbours import IDLE_UTILIZATION, family_pids, foreign_processes
+from pytest_klineage.gate.host.neighbours import IDLE_UTILIZATION, foreign_processes
 from pytest_klineage.records.device import Gpu, GpuState
 
 

@@ -146,6 +146,16 @@ def test_the_work_of_a_living_child_counts_too() -> None:
         child.kill()
 
 
+def test_children_are_found_by_their_parent_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Linux without CONFIG_PROC_CHILDREN does not list them; else our own workers would be others."""
+    monkeypatch.setattr(cpu, "_lists_children", lambda: False)
+    with waiting_forever() as child:
+        family, alone = cpu.family_pids(os.getpid()), cpu.family_pids(child.pid)
+        child.kill()
+    assert {os.getpid(), child.pid} <= family
+    assert alone == {child.pid}
+
+
 def waiting_forever() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", f"while True: {SUMS}"])
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_klineage.gate.host import cpu
 from pytest_klineage.gate.host.locks import SHARED_FOLDER, lock_path, machine_lock
 
 WAIT_FOR_LOCK = """
@@ -162,7 +161,3 @@ def test_a_lock_is_no_way_to_another_file(device: str, tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"), machine_lock(device, alone=True):
         pass
     assert victim.stat().st_mode & 0o777 == 0o600
-
-
-def test_the_lock_is_known_by_its_old_place() -> None:
-    assert cpu.machine_lock is machine_lock

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from pytest_klineage.gate.host import gpus, neighbours
+from pytest_klineage.gate.host.cpu import family_pids
 from pytest_klineage.gate.host.monitor import GpuMeter, read_state, summarise, throttle_names
-from pytest_klineage.gate.host.neighbours import busy_gpu_reason, family_pids, foreign_processes, neighbours_note
+from pytest_klineage.gate.host.neighbours import busy_gpu_reason, foreign_processes, neighbours_note
 from pytest_klineage.records import Code, Reason, from_json, to_json
 from pytest_klineage.records.device import Gpu, GpuReadings, GpuState, Neighbours, Span
 
@@ -133,11 +134,8 @@ def test_a_sample_is_few_questions_and_none_of_the_slow_ones(nvml: Any) -> None:
         assert not {"utilization", "used", "processes", "uuid"} & set(nvml.CALLS)
 
 
-def test_a_meter_forgets_and_closes_once(nvml: Any) -> None:
+def test_a_meter_keeps_its_samples_and_closes_once(nvml: Any) -> None:
     meter = GpuMeter(gpus.gpus()[0])
-    meter.sample()
-    meter.forget()
-    assert meter.summary().readings == 0
     meter.sample()
     meter.close()
     meter.close()
