@@ -374,3 +374,10 @@ def test_the_digest_leaves_tests_out() -> None:
     assert definition_digest(with_test("gate()")) == definition_digest(with_test("gate(1)")) == definition_digest(FILE)
     assert definition_digest(FILE) != definition_digest(FILE.replace("2 * x", "3 * x"))
     assert definition_digest("not Python (") != definition_digest("nor this (")
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_digest_does_not_depend_on_filters_of_warnings() -> None:
+    """Python warns of an odd escape; as an error that would be text that is no Python, and taken whole."""
+    odd = 'def half(x):\n    """Half of \\d."""\n    return x / 2\n\ndef test_it():\n    pass\n'
+    assert definition_digest(odd) == definition_digest(odd.replace("    pass", "    return"))
