@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK
     except UsageError as error:
         return _complain(error, USAGE)
-    except KlineageError as error:
+    except (KlineageError, OSError) as error:
         return _complain(error, FAILED)
     return status
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +108,18 @@ def read_pools(path: Path) -> dict[str, Canary]:
     executor batch:DIR writes it; without `request` the platform's own pair is meant.
     """
     try:
-        tables = tomllib.loads(path.read_text())
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
         return {pool: _canary(pool, table, path.parent) for pool, table in tables.items()}
-    except (OSError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, msgspec.ValidationError) as error:
         raise UsageError(f"{path}: {error}") from error
 
 
-def _canary(pool: str, table: Mapping[str, Any], base: Path) -> Canary:
+def _canary(pool: str, table: Any, base: Path) -> Canary:
+    if not isinstance(table, dict):
+        raise UsageError(f"{pool} = {table!r} is in no table; each pool has its own, such as [cpu]")
     own = default_canary(pool.partition("/")[0])
     if "request" in table:
-        request = from_json((base / table["request"]).read_bytes(), JudgeRequest)
+        request = from_json((base / str(table["request"])).read_bytes(), JudgeRequest)
     elif own is not None:
         request = own.request
     else:

@@ -59,6 +59,17 @@ def test_a_damaged_run_is_one_line(tmp_path: Path) -> None:
     assert "schema version 7; this pytest-klineage reads 1" in done.stderr
 
 
+def test_a_folder_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(_cache: Path | None) -> list[MachinePart]:
+        raise PermissionError(13, "Permission denied", "/closed/cache")
+
+    monkeypatch.setattr("pytest_klineage.cli.doctor.examine", refused)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "pytest-klineage: [Errno 13] Permission denied: '/closed/cache'\n"
+
+
 def test_the_report_is_made_without_torch(fake_gate: Path, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """

@@ -116,9 +116,15 @@ def test_pools_have_their_own_ranges(tmp_path: Path, ask: Ask) -> None:
     assert pools["sm90/H200"].request == ask()
 
 
-@pytest.mark.parametrize("text", ["[sm90]\nlow = 1\nhigh = 2\n", "[cpu]\nlow = 1\n", "[cpu", '[cpu]\nrequest = "no"\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[sm90]\nlow = 1\nhigh = 2\n", "[cpu]\nlow = 1\n", "[cpu", '[cpu]\nrequest = "no"\n', "low = 1.5\nhigh = 3\n",
+        "[cpu]\nlow = 1\nhigh = 2\nrequest = 5\n", '[cpu]\nrequest = "\\u0000"\n', "# \udce9\n",
+    ],
+)  # fmt: skip
 def test_pools_that_say_too_little_are_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "pools.toml").write_text(text)
+    (tmp_path / "pools.toml").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UsageError):
         read_pools(tmp_path / "pools.toml")
 
