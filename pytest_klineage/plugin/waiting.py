@@ -109,9 +109,8 @@ class SessionTurns:
             came = self.session.cluster.collect(WAIT_S)
             self._say()
             ready = [item for item in self._waiting if item.stash.get(REQUEST_KEY, "") in ("", *came)]
-            self._waiting = [item for item in self._waiting if item not in ready]
             self._run(session, ready)
-        self._finish(session)
+        self._finish()
         return result
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -121,13 +120,14 @@ class SessionTurns:
 
     def _run(self, session: pytest.Session, items: Sequence[pytest.Item]) -> None:
         for index, item in enumerate(items):
+            self._waiting.remove(item)
             renew(item)
             following = items[index + 1] if index + 1 < len(items) else None
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.shouldstop or session.shouldfail:
                 return
 
-    def _finish(self, session: pytest.Session) -> None:
+    def _finish(self) -> None:
         """Keep the answers of an interrupted run for the next call; those of a finished one become its record."""
         cluster = self.session.joined_cluster
         if cluster is not None and not self._waiting:
