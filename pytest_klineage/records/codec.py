@@ -38,6 +38,13 @@ def from_json(data: bytes | str, kind: type[T]) -> T:
         raise BadRecord(f"not a valid {kind.__name__}: {error}") from error
 
 
+def whole_lines(data: bytes, name: str) -> tuple[list[bytes], tuple[str, ...]]:
+    """The lines of a file that is appended to, and a warning where its last one has no end, which is left out."""
+    *lines, rest = data.split(b"\n")
+    cut = f"the last line of {name} was cut short while it was written and is left out"
+    return lines, (cut,) if rest.strip() else ()
+
+
 def to_plain(record: msgspec.Struct) -> Any:
     """Dicts, lists and scalars only, for xdist and for JUnit."""
     return msgspec.to_builtins(record)

@@ -12,7 +12,7 @@ from enum import StrEnum
 import msgspec
 
 from pytest_klineage.errors import BadRecord
-from pytest_klineage.records.codec import from_json
+from pytest_klineage.records.codec import from_json, whole_lines
 from pytest_klineage.records.verdict import SCHEMA_VERSION, Code
 
 
@@ -168,15 +168,13 @@ class TrajectoryLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_trajectory(data: bytes, name: str = "trajectory") -> tuple[tuple[TrajectoryLine, ...], tuple[str, ...]]:
     """Lines of a file and warnings. A last line that was cut short is left out with a warning; BadRecord for others."""
-    lines = data.split(b"\n")
-    complete, rest = lines[:-1], lines[-1]
+    lines, warnings = whole_lines(data, name)
     found = []
-    for number, line in enumerate(complete, start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             found.append(from_json(line, TrajectoryLine))
         except BadRecord as error:
             raise BadRecord(f"{name}, line {number}: {error}") from error
-    warnings = (f"the last line of {name} was cut short while it was written and is left out",) if rest else ()
     return tuple(found), warnings
 
 

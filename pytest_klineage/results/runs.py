@@ -18,7 +18,7 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, StoreError, UsageError
 from pytest_klineage.records import SCHEMA_VERSION, Machine, Verdict, from_json
-from pytest_klineage.records.codec import finite_json
+from pytest_klineage.records.codec import finite_json, whole_lines
 from pytest_klineage.results.packed import append_line, is_there, read_packed
 
 RUN_FILE = "run.json"
@@ -146,9 +146,8 @@ def now() -> str:
 def _decode_lines(data: bytes, path: Path) -> tuple[list[Record], list[str]]:
     records: list[Record] = []
     warnings: list[str] = []
-    lines = data.split(b"\n")
-    complete, rest = lines[:-1], lines[-1]
-    for number, line in enumerate(complete, start=1):
+    lines, cut = whole_lines(data, path.name)
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -157,9 +156,7 @@ def _decode_lines(data: bytes, path: Path) -> tuple[list[Record], list[str]]:
             if not _is_fragment(line):
                 raise BadRecord(f"{path}, line {number}: {error}") from error
             warnings.append(f"line {number} of {path.name} was cut short while it was written and is left out")
-    if rest.strip():
-        warnings.append(f"the last line of {path.name} was cut short while it was written and is left out")
-    return records, warnings
+    return records, [*warnings, *cut]
 
 
 def _is_fragment(line: bytes) -> bool:
