@@ -91,7 +91,12 @@ class HarnessError(KlineageError):
 
 
 class WorkerDied(HarnessError):
-    """A trusted worker process ended while the judge still needed it."""
+    """A trusted worker process ended while the judge still needed it. `killed`: by the system, most likely for memory,
+    which is no doing of what it evaluated."""
+
+    def __init__(self, message: str, *, killed: bool = False) -> None:
+        self.killed = killed
+        super().__init__(message)
 
 
 class DeadlineExceeded(HarnessError):

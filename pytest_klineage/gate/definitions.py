@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pytest_klineage.errors import HarnessError, KlineageError
+from pytest_klineage.errors import HarnessError, KlineageError, WorkerDied
 from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.defined import DefinedOperator
 from pytest_klineage.operators.resolve import file_of
@@ -14,11 +14,15 @@ from pytest_klineage.references.functions import reference_files
 
 
 def lost_oracle(case: KernelCase, error: HarnessError) -> KlineageError:
-    """What to raise when the oracle hangs or ends: a user's definition is what it was evaluating."""
+    """What to raise when the oracle hangs or ends: a user's definition is what it was evaluating.
+
+    An oracle that the system killed is a fault of this machine all the same: another one may have the memory.
+    """
     operator = operator_of(case)
     if not isinstance(operator, DefinedOperator):
         return error
-    return operator.error(f"the definition does not come back: {error}")
+    found = operator.error(f"the definition does not come back: {error}")
+    return HarnessError(str(found)) if isinstance(error, WorkerDied) and error.killed else found
 
 
 def definition_file(case: KernelCase) -> DefinitionFile:

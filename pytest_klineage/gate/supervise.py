@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,6 +33,8 @@ T = TypeVar("T")
 START_DEADLINE_S = 120.0
 """Importing torch from a cold disk takes tens of seconds; anything longer is a fault."""
 END_DEADLINE_S = 15.0
+ENDED_S = 1.0
+"""How soon after its channel was closed a process has ended, if that is why."""
 CALL_SLACK_S = 30.0
 """Time beside the kernel's own deadline that one request to the oracle may take."""
 LOG_KEPT_BYTES = 16 * 1024
@@ -73,7 +76,8 @@ class WorkerProcess:
             return self.channel.receive(kind, timeout_s=deadline_s)
         except (ChannelClosed, BadFrame) as error:
             self.lost = True
-            raise WorkerDied(f"the {self.role} process ended ({error}).{self._last_words()}") from error
+            words = f"the {self.role} process ended ({error}).{self._last_words()}"
+            raise WorkerDied(words, killed=self._was_killed()) from error
         except TimeoutError as error:
             self.lost = True
             raise DeadlineExceeded(f"the {self.role} process did not answer within {deadline_s:g} s") from error
@@ -86,6 +90,12 @@ class WorkerProcess:
         if "No module named 'torch'" in text:
             raise MissingDependency("torch", "pip install 'pytest-klineage[cpu]'")
         return f" It printed: {text}" if text else " It printed nothing; the system may have run out of memory."
+
+    def _was_killed(self) -> bool:
+        """Whether the system ended it, as it does for want of memory."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(ENDED_S) == -signal.SIGKILL
+        return False
 
     def close(self) -> None:
         """End the process: closing its channel is enough, the rest is patience. A lost one gets none."""
