@@ -189,6 +189,32 @@ def test_a_change_needs_the_second_judgement(
     assert set(outcomes(suite).values()) == {ComparisonOutcome.UNCLEAR}
 
 
+IN_TWO_PHASES = """
+import pytest
+from pytest_klineage import kernel_case
+
+@pytest.fixture
+def judged_before(kernel_gate):
+    kernel_gate("one.cpp")
+
+@kernel_case((8, 8, 8), "fp32", op="gemm", at_least=0.1)
+def test_one(judged_before, kernel_gate):
+    kernel_gate("one.cpp")
+"""
+
+
+def test_a_kernel_judged_in_two_phases_has_two_comparisons(
+    suite: Path, pytester: pytest.Pytester, processes: tuple[str, ...]
+) -> None:
+    """As fast in the fixture, slower in the test itself, which the first judgement's comparison must not hide."""
+    pytester.makepyfile(test_kernels=IN_TWO_PHASES)
+    pytester.runpytest("--klineage-save=main")
+    write(suite, one="accepted.faster 2.0 1.0")
+    result = pytester.runpytest(*processes, "--klineage-compare=main", FAIL)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["1 slower, 1 same"])
+
+
 def test_a_kernel_that_breaks_when_judged_once_more_is_broken(suite: Path, pytester: pytest.Pytester) -> None:
     pytester.runpytest("--klineage-save=main")
     write(suite, one="accepted.faster 1.8 0")

@@ -15,13 +15,15 @@ from pytest_klineage.plugin.hooks import REPORT_ATTRIBUTE
 from pytest_klineage.records import KernelCase, KernelSource, Verdict, from_plain
 from pytest_klineage.records.baseline import Comparison, placed
 from pytest_klineage.report.compare import compare_with, confirmed, missing
-from pytest_klineage.results.baselines import PinKey, can_be_pinned, check_name, find_baselines, numbered
+from pytest_klineage.results.baselines import PinKey, can_be_pinned, check_name, find_baselines
 
 if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
 
 SEEN_KEY = pytest.StashKey[Counter[tuple[str, str]]]()
 """How often a case and label were judged in a test so far."""
+REPORTED_KEY = pytest.StashKey[Counter[tuple[str, str, str]]]()
+"""How many verdicts on a case and label were in the reports of a test's phases so far, by test, case and label."""
 COMPARED_KEY = pytest.StashKey[dict[PinKey, Comparison]]()
 """What was compared while the test ran."""
 
@@ -71,11 +73,13 @@ class AgainstPins:
         entries: list[dict[str, Any]] = getattr(report, REPORT_ATTRIBUTE, [])
         if not self._plan.compare or not entries:
             return []
-        known = item.stash.get(COMPARED_KEY, {})
-        pairs = [(entry["nodeid"], from_plain(entry["verdict"], Verdict)) for entry in entries]
+        known, reported = item.stash.get(COMPARED_KEY, {}), item.stash.setdefault(REPORTED_KEY, Counter())
         found = []
-        for (nodeid, verdict), number in zip(pairs, numbered(pairs), strict=True):
-            key = (nodeid, verdict.case.id, verdict.label, number)
+        for entry in entries:
+            verdict = from_plain(entry["verdict"], Verdict)
+            kernel = (entry["nodeid"], verdict.case.id, verdict.label)
+            key = (*kernel, reported[kernel])
+            reported[kernel] += 1
             found.append(placed(known.get(key) or self._compare(key, verdict), *report.location[:2]))
         return found
 
