@@ -56,6 +56,27 @@ def scratch(cache: Path):  # type: ignore[no-untyped-def]  # a generator's conte
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def run_bounded(command: list[str], output: Path, environment: dict[str, str], limit_s: float) -> int | None:
+    """Run a command with its children in the folder of `output`, where what it prints goes.
+
+    Returns its status, or None when it was ended at the limit.
+    """
+    with output.open("wb") as stream:
+        process = subprocess.Popen(
+            command, cwd=output.parent, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            # A compiler driver starts children; an interrupted test run must not leave them behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def compile_once(command: list[str], directory: Path, *, timeout_s: float, limit: int = LOG_LIMIT) -> tuple[str, float]:
     """Run a compiler in `directory`. Returns its log, at most `limit` characters, and the seconds it took.
 
@@ -63,22 +84,11 @@ def compile_once(command: list[str], directory: Path, *, timeout_s: float, limit
     """
     started = time.monotonic()
     log_path = directory / "compiler.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            env=compiler_environment(directory),
-        )  # fmt: skip
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise SurfaceFailure(
-                Code.TIMEOUT_BUILD, f"the compiler ran longer than {timeout_s:g} s; raise --klineage-build-timeout"
-            ) from None
-        finally:
-            # A compiler driver starts children; an interrupted test run must not leave them behind.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    status = run_bounded(command, log_path, compiler_environment(directory), timeout_s)
+    if status is None:
+        raise SurfaceFailure(
+            Code.TIMEOUT_BUILD, f"the compiler ran longer than {timeout_s:g} s; raise --klineage-build-timeout"
+        )
     with log_path.open("rb") as log:
         text = log.read(limit * 4).decode(errors="replace").replace(str(directory) + "/", "")
     if status:

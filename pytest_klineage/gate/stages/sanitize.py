@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from pytest_klineage.operators import operator_of
 from pytest_klineage.operators.base import named_shape
 from pytest_klineage.records import Code, KernelCase, Reason
 from pytest_klineage.records.messages import Job, KernelLoaded, LoadFailed
+from pytest_klineage.surfaces.compiling import run_bounded
 from pytest_klineage.surfaces.toolkit import find_nvcc, find_tool
 
 PROGRAM = "compute-sanitizer"
@@ -168,23 +167,6 @@ def run_tool(
         if status is None:
             return SanitizerRun(unfinished=f"ended after {limit_s:g} s")
         return read_run(beginning(log), answer_of(work / "answer.json"), status, beginning(said))
-
-
-def run_bounded(command: list[str], output: Path, environment: dict[str, str], limit_s: float) -> int | None:
-    """Run a command with its children. Returns its status, or None when it was ended at the limit."""
-    with output.open("wb") as stream:
-        process = subprocess.Popen(
-            command, cwd=output.parent, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
 
 
 def beginning(path: Path) -> str:
