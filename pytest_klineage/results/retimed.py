@@ -77,11 +77,15 @@ def effect_problems(lineage: Lineage, retimed: Mapping[str, Retimed]) -> Iterato
 def _problems(lineage: Lineage, step: Transition, again: Retimed) -> Iterator[str]:
     about = ((again.verdict, step.before), (again.rederived, step.forward_digest), (again.better, step.before))
     for verdict, digest in about:
-        if verdict is None:
-            continue
-        if verdict.source_digest != digest:
-            yield f"a verdict is about {verdict.source_digest[:12]}, not about {digest[:12]}"
-        if verdict.case.id != lineage.case.id:
-            yield f"a verdict is about {verdict.case.id}"
-        if verdict.code in DISTURBED or verdict.timing is None:
-            yield f"a verdict is {verdict.code.value}, which says nothing of an effect"
+        if verdict is not None:
+            yield from verdict_problems(lineage, verdict, digest)
+
+
+def verdict_problems(lineage: Lineage, verdict: Verdict, digest: str) -> Iterator[str]:
+    """Why a verdict does not show an effect from the kernel with this digest: it is about another one, or disturbed."""
+    if verdict.source_digest != digest:
+        yield f"a verdict is about {verdict.source_digest[:12]}, not about {digest[:12]}"
+    if verdict.case.id != lineage.case.id:
+        yield f"a verdict is about {verdict.case.id}"
+    if verdict.code in DISTURBED or verdict.timing is None:
+        yield f"a verdict is {verdict.code.value}, which says nothing of an effect"

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pytest_klineage.records import Interval, Lineage, TimedSpan
-from pytest_klineage.records.verdict import DISTURBED
 from pytest_klineage.results.packed import append_line, read_lines
+from pytest_klineage.results.retimed import verdict_problems
 
 SPANS_FILE = "spans.verdicts.jsonl"
 
@@ -41,11 +41,4 @@ def _problems(lineage: Lineage, chain: list[str], one: TimedSpan) -> list[str]:
     at = chain.index(one.steps[0]) if one.steps and one.steps[0] in chain else len(chain)
     if len(one.steps) < 2 or tuple(chain[at : at + len(one.steps)]) != one.steps:
         return ["its steps are no neighbours of this lineage"]
-    verdict, problems = one.verdict, []
-    if verdict.source_digest != lineage.transitions[at].before:
-        problems.append(f"its verdict is about {verdict.source_digest[:12]}, not about the kernel before the span")
-    if verdict.case.id != lineage.case.id:
-        problems.append(f"its verdict is about {verdict.case.id}")
-    if verdict.code in DISTURBED or verdict.timing is None:
-        problems.append(f"its verdict is {verdict.code.value}, which says nothing of an effect")
-    return problems
+    return [*verdict_problems(lineage, one.verdict, lineage.transitions[at].before)]
