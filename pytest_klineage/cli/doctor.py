@@ -190,7 +190,9 @@ def _sandbox() -> Iterator[MachinePart]:
 
 
 def _resources() -> Iterator[MachinePart]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    from pytest_klineage.gate.host.cpu import usable_cores
+
+    cores = usable_cores()
     yield MachinePart("cores", True, f"{cores} usable" + (": timings are noisy with one" if cores == 1 else ""))
     try:
         free = shutil.disk_usage("/dev/shm").free

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
     from pytest_klineage.records.device import Gpu
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 OWN_NUMBER = "PYTEST_XDIST_AUTO_NUM_WORKERS"
 """pytest-xdist's own variable for what `-n auto` means."""
 
@@ -40,6 +39,8 @@ class Distribution:
         """
         if not self.gpus:
             return
+        from pytest_klineage.gate.host.gpus import VISIBLE
+
         here = [spec for spec in specs if spec.popen and not spec.via]
         for number, spec in enumerate(here):
             spec.env.setdefault(VISIBLE, self.gpus[number % len(self.gpus)].uuid)

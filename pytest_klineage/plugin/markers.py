@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from pytest_klineage.errors import KlineageError, UnknownName, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-    from pathlib import Path
 
     from pytest_klineage.operators import Operator
     from pytest_klineage.records import KernelCase, LibraryPolicy, Option
@@ -101,7 +99,6 @@ def build_case(
     import msgspec
 
     from pytest_klineage.operators import OPERATORS, make_case
-    from pytest_klineage.plugin.markers import reference_name
 
     signature = inspect.signature(kernel_case)
     try:
@@ -146,7 +143,6 @@ def _operator(given: Any, folders: Sequence[Path]) -> Operator:
 
 def _own_reference(given: Mapping[str, Any], ref: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Variants and the preparation of a reference that is a function. Raises UsageError for another reference."""
-    from pytest_klineage.plugin.markers import reference_name
     from pytest_klineage.references.functions import is_function
 
     variants, prepare = given["variants"], given["prepare"]
