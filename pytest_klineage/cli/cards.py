@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, say_all, say_table, write_to
 from pytest_klineage.cli.making import add_lift_and_admit
 from pytest_klineage.errors import UsageError
-from pytest_klineage.report.text import WIDTH, counted, wrapped
+from pytest_klineage.report.text import WIDTH, counted, shortened, wrapped
 
 if TYPE_CHECKING:
     from pytest_klineage.lab.library.lint import LintFinding
@@ -158,7 +158,7 @@ def _row(card: SkillCard) -> list[str]:
     where = dict.fromkeys(f"{at.operator}/{at.platform}-{at.surface.value}" for at in card.verified)
     effect = speedup_text(card.effect.speedup) if card.effect.speedup is not None else "-"
     return [
-        _shortened(card.name, 30), card.status.value, card.category.value, effect, _shortened(", ".join(where), 22)
+        shortened(card.name, 30), card.status.value, card.category.value, effect, shortened(", ".join(where), 22)
     ]  # fmt: skip
 
 
@@ -176,10 +176,6 @@ def _trial_lines(card: SkillCard) -> Iterable[str]:
         facts += [trial.source_digest[:12], "imported" if trial.imported else f"rule: {trial.rule.value}"]
         for text in ("; ".join(fact for fact in facts if fact), trial.note):
             yield from (_wrapped(f"     {text}", "     ") if text else ())
-
-
-def _shortened(text: str, size: int) -> str:
-    return text if len(text) <= size else text[: size - 2] + ".."
 
 
 def _finding_lines(finding: LintFinding) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pytest_klineage.cli.console import FAILED, OK, Commands, add_group, say, say_all, say_table, write_files, write_to
 from pytest_klineage.cli.making import add_make
 from pytest_klineage.errors import UnknownName, UsageError
-from pytest_klineage.report.text import counted, wrapped
+from pytest_klineage.report.text import counted, shortened, wrapped
 
 if TYPE_CHECKING:
     from pytest_klineage.records import Edit, Lineage, LineageState, Rejection, Transition
@@ -247,7 +247,7 @@ def _rows(lineage: Lineage) -> Iterator[list[str]]:
         refused = len(transition.rejected) if transition is not None else len(lineage.rejected)
         yield [
             f"{index:02d}",
-            _shortened(transition.category.value if transition is not None else state.name),
+            shortened(transition.category.value if transition is not None else state.name, 20),
             _lines(transition),
             f"{timing.candidate_ms:.4g}" if timing is not None else "-",
             _over_reference(state),
@@ -321,7 +321,3 @@ def _all_folders(experts: Path) -> list[Path]:
 def _named(lineage: Lineage, folder: Path) -> str:
     """What a lineage is called on the command line: its name below experts/, its folder elsewhere."""
     return lineage.name if folder.parts[-4:-1] == (EXPERTS.name, *lineage.folder.split("/")) else str(folder)
-
-
-def _shortened(text: str, size: int = 20) -> str:
-    return text if len(text) <= size else text[: size - 2] + ".."

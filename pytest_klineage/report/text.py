@@ -40,6 +40,11 @@ def elided(text: str, size: int) -> str:
     return f"{text[:head]}..{text[len(text) - (size - 2 - head) :]}"
 
 
+def shortened(text: str, size: int) -> str:
+    """At most `size` characters: the end gives way."""
+    return text if len(text) <= size else text[: size - 2] + ".."
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
