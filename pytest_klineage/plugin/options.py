@@ -180,7 +180,8 @@ OPTIONS = (
         "Stop timing when the interval is this narrow, as a half-width relative to the speedup (default: 0.01)",
     ),
     Option(
-        "confidence", "X", number(float, 0, above=True, below=1), "Confidence of the speedup's interval (default: 0.95)"
+        "confidence", "X", number(float, 0, above=True, below=1),
+        "Confidence of the speedup's interval, at most 0.995 (default: 0.95)",
     ),
     Option(
         "time-limit", "SECONDS", number(float, 0, above=True),

@@ -215,7 +215,7 @@ def test_auto_takes_the_gpu_that_the_machine_has(
 def test_values_that_the_gate_refuses_are_usage_errors(pytester: pytest.Pytester) -> None:
     result = pytester.runpytest("--klineage-confidence=0.2")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
-    result.stderr.fnmatch_lines(["ERROR: confidence must lie between 0.5 and 0.9999, got 0.2"])
+    result.stderr.fnmatch_lines(["ERROR: confidence must lie between 0.5 and 0.995, got 0.2"])
 
 
 def test_the_header_shows_what_was_asked_for(pytester: pytest.Pytester) -> None:

@@ -17,7 +17,7 @@ RANGES = {
     "busy_limit": (0.0, 1.0),
     "spread_limit": (1.01, 1e9),
     "precision": (1e-5, 1.0),
-    "confidence": (0.5, 0.9999),
+    "confidence": (0.5, 0.995),
     "time_limit_s": (0.05, 86400.0),
     "seeds": (1, 1000),
     "flush_bytes": (0, 1 << 40),
