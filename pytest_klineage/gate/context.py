@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import random
 import secrets
@@ -51,6 +50,7 @@ from pytest_klineage.references import UnsupportedCase, reference_of
 from pytest_klineage.references.device import chosen_variant
 from pytest_klineage.references.functions import COMPILED, FUNCTION
 from pytest_klineage.references.refusals import refusal_in
+from pytest_klineage.results.runs import now
 from pytest_klineage.surfaces import Built, surface_backend
 
 REFERENCE_LOAD_S = 300.0
@@ -387,8 +387,3 @@ class JudgementContext:
             judged_at=now(),
             screened=self.screen_against if self.timings else None,
         )
-
-
-def now() -> str:
-    """UTC time, ISO 8601."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from pytest_klineage.errors import DeviceOutOfMemory, MissingDependency, UsageError
-from pytest_klineage.gate.context import GateContext, Progress, now
+from pytest_klineage.gate.context import GateContext, Progress
 from pytest_klineage.gate.host.platforms import resolve_platform
 from pytest_klineage.gate.judgement import Judgement
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.gate.timing.policy import POLICIES, Paired
 from pytest_klineage.records import Code, KernelCase, KernelSource, Machine, Reason, Verdict, covers
 from pytest_klineage.references import UnsupportedCase, alternatives, reference_of
+from pytest_klineage.results.runs import now
 from pytest_klineage.surfaces import surface_backend
 
 
