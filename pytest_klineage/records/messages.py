@@ -296,7 +296,6 @@ class CaseOpened(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Why the case cannot be scored; empty when it can."""
     flops: float
     min_bytes: float
-    seconds: float
     settings: dict[str, str]
     notes: tuple[str, ...] = ()
     mixed: bool = False
@@ -320,7 +319,6 @@ class WorkerFailure(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     role: str
     reasons: tuple[Reason, ...]
     gone: bool = False
-    checks: tuple[Check, ...] = ()
 
 
 class Checked(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -31,11 +31,10 @@ class Spawned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class WorkerExit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """How a worker ended: by itself with an exit status, by a signal, or by our hand."""
+    """How a worker ended: by itself with an exit status, by a signal, or, without either, by our hand."""
 
     exit_code: int | None = None
     signal: int | None = None
-    killed: bool = False
     libraries: tuple[str, ...] = ()
     """Shared libraries that it had mapped and the template had not."""
     generated_bytes: int = 0

@@ -109,7 +109,6 @@ class Oracle:
             findings=tuple(self.turns.problems.findings),
             flops=chosen.flops(case),
             min_bytes=chosen.min_bytes(case),
-            seconds=self.turns.problems.seconds,
             settings={"oracle_torch": str(torch.__version__)},
             notes=tuple(self.turns.problems.notes),
             mixed=self.turns.problems.has_symmetry

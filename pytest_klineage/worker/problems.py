@@ -104,7 +104,6 @@ class ProblemSet:
     """All problems of one case, made once and kept while the case is in use."""
 
     def __init__(self, request: OpenCase) -> None:
-        started = time.monotonic()
         self.case, self.secret, self.device = request.case, request.secret, request.device
         chosen = operator_of(self.case)
         default = chosen.input_distributions[0]
@@ -138,7 +137,6 @@ class ProblemSet:
             self.add_shape(self.case.at_shape(shape), began + ELSEWHERE_S * number / len(shapes))
         self.add_further()
         self.only_moves = self.device == "cpu" and self.moves(drawn)
-        self.seconds = time.monotonic() - started
 
     def make_twins(self, most: int) -> list[Problem]:
         """Problems that differ from the first one in a single element, each of another input, as far as drawn."""

@@ -88,11 +88,10 @@ class Template:
         """End one worker with everything below it."""
         keeper = self.keepers.pop(request.worker, None)
         if keeper is None:
-            return WorkerExit(killed=True)
+            return WorkerExit()
         code = foreign_code(family_mappings(keeper.pid), self.own_mappings, keeper.job)
         status = read_status(keeper.status_fd, request.grace_s)
-        killed = status is None
-        if killed:
+        if status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(keeper.pid, signal.SIGTERM)
             read_status(keeper.status_fd, KILL_GRACE_S)
@@ -102,7 +101,6 @@ class Template:
         return WorkerExit(
             exit_code=how if how is not None and how >= 0 else None,
             signal=-how if how is not None and how < 0 else None,
-            killed=killed,
             libraries=code.libraries,
             generated_bytes=code.generated_bytes,
         )

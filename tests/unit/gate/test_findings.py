@@ -30,7 +30,7 @@ from pytest_klineage.records.template_messages import WorkerExit
 
 
 def opened(flops: float, min_bytes: float) -> CaseOpened:
-    return CaseOpened(checks=(), findings=(), flops=flops, min_bytes=min_bytes, seconds=0.0, settings={})
+    return CaseOpened(checks=(), findings=(), flops=flops, min_bytes=min_bytes, settings={})
 
 
 FLOPS_PER_CORE = peak_flops_per_core((), "fp32")
@@ -85,7 +85,6 @@ class TestEnds:
             (WorkerExit(exit_code=0), Code.EARLY_EXIT, "status 0"),
             (WorkerExit(exit_code=3), Code.EXITED, "status 3"),
             (WorkerExit(exit_code=255), Code.EXITED, "status 255"),
-            (WorkerExit(killed=True), Code.FORGED_REPLY, "closed the channel"),
             (WorkerExit(), Code.FORGED_REPLY, "closed the channel"),
         ],
     )
@@ -94,17 +93,15 @@ class TestEnds:
         assert reason.code is code
         assert says in reason.message
 
-    @pytest.mark.parametrize(
-        "ended", [WorkerExit(exit_code=0), WorkerExit(signal=signal.SIGSEGV), WorkerExit(killed=True)]
-    )
+    @pytest.mark.parametrize("ended", [WorkerExit(exit_code=0), WorkerExit(signal=signal.SIGSEGV), WorkerExit()])
     def test_a_flood_explains_any_end(self, ended: WorkerExit) -> None:
         reason = how_it_ended(ended, flooded=True, printed=123456)
         assert reason.code is Code.LOG_FLOOD
         assert "123456 bytes" in reason.message
 
-    @given(st.one_of(st.none(), st.integers(0, 255)), st.one_of(st.none(), st.integers(1, 64)), st.booleans())
-    def test_no_end_is_a_success(self, exit_code: int | None, number: int | None, killed: bool) -> None:
-        ended = WorkerExit(exit_code=exit_code, signal=number, killed=killed)
+    @given(st.one_of(st.none(), st.integers(0, 255)), st.one_of(st.none(), st.integers(1, 64)))
+    def test_no_end_is_a_success(self, exit_code: int | None, number: int | None) -> None:
+        ended = WorkerExit(exit_code=exit_code, signal=number)
         assert how_it_ended(ended, flooded=False, printed=0).code.status in ("runtime_error", "cheat")
 
 

@@ -11,13 +11,14 @@ import pytest
 
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.findings import CLOCK_PAIRS, clean
-from pytest_klineage.gate.timing.policy import LEAST_NOVEL, Measurement, Samples
+from pytest_klineage.gate.timing.policy import LEAST_NOVEL, POLICIES, Measurement, Samples
 from pytest_klineage.gate.timing.statistics import paired_interval
 from pytest_klineage.records import Code, Interval, KernelCase, Peaks, Reason
 from pytest_klineage.records.messages import CaseOpened
 from pytest_klineage.records.template_messages import WorkerExit
 
 ACCEPTED = Reason(code=Code.ACCEPTED_FASTER, message="")
+PAIRED = POLICIES["paired"]
 NOVEL = [index % 2 == 0 for index in range(48)]
 
 
@@ -113,7 +114,7 @@ class TestMemoryEvidence:
 
 
 def test_a_floor_is_given_in_ms_for_both_limits() -> None:
-    opened = CaseOpened(checks=(), findings=(), flops=2e9, min_bytes=3e6, seconds=0.0, settings={})
+    opened = CaseOpened(checks=(), findings=(), flops=2e9, min_bytes=3e6, settings={})
     reason = found(findings.floor_reason(opened, 1.5, Peaks(flops=1e12, bytes=1e9)))
     assert reason.evidence == pytest.approx({"floor_flops_ms": 2.0, "floor_bytes_ms": 3.0})
     assert figures(reason) == {1.5, 3.0}
@@ -205,14 +206,14 @@ class TestUnheardEvidence:
 
     def test_the_speedup_with_it_stands_in_the_evidence(self) -> None:
         accepted = Reason(code=Code.ACCEPTED_FASTER, message="", evidence={"speedup": 2.5})
-        reason = findings.resolved_reason(accepted, self.one_block(1.5, 1.5), line=2.01)
+        reason = findings.resolved_reason(accepted, self.one_block(1.5, 1.5), line=2.01, policy=PAIRED)
         assert reason.code is Code.INCONCLUSIVE_INTERVAL
         assert reason.evidence == pytest.approx({"speedup": 2.5, "unheard_ms": 0.5, "speedup_with_it": 2.0})
         assert figures(reason) == {500.0, 2.0}
 
     def test_what_is_charged_counts_as_well(self) -> None:
         accepted = Reason(code=Code.ACCEPTED_FASTER, message="")
-        reason = findings.resolved_reason(accepted, self.one_block(1.0, 4.0), line=1.5)
+        reason = findings.resolved_reason(accepted, self.one_block(1.0, 4.0), line=1.5, policy=PAIRED)
         assert reason.evidence == pytest.approx({"unheard_ms": 1.0, "speedup_with_it": 1.0})
         assert figures(reason) == {1000.0, 1.0}
 
@@ -311,7 +312,7 @@ class TestMemoryEdges:
 
 
 class TestFloorEdges:
-    OPENED = CaseOpened(checks=(), findings=(), flops=2e9, min_bytes=2e6, seconds=0.0, settings={})
+    OPENED = CaseOpened(checks=(), findings=(), flops=2e9, min_bytes=2e6, settings={})
     PEAKS = Peaks(flops=1e12, bytes=1e9)
 
     def test_a_time_of_just_the_floor_is_possible(self) -> None:
@@ -352,8 +353,8 @@ class TestBusyEdges:
 class TestResolvedEdges:
     def test_just_the_line_is_accepted(self) -> None:
         samples = Samples(reference=[4.0], reference_wall=[5.0], candidate=[1.5], candidate_wall=[3.0], one_block=True)
-        assert findings.resolved_reason(ACCEPTED, samples, line=2.0) is ACCEPTED
-        assert findings.resolved_reason(ACCEPTED, samples, line=2.001) is not ACCEPTED
+        assert findings.resolved_reason(ACCEPTED, samples, line=2.0, policy=PAIRED) is ACCEPTED
+        assert findings.resolved_reason(ACCEPTED, samples, line=2.001, policy=PAIRED) is not ACCEPTED
 
 
 FRAMES = """Traceback (most recent call last):

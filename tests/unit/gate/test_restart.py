@@ -16,7 +16,7 @@ def restarted() -> list[str]:
     def worker(role: str) -> SimpleNamespace:
         def end() -> WorkerExit:
             did.append(f"end {role}")
-            return WorkerExit(killed=True)
+            return WorkerExit()
 
         return SimpleNamespace(end=end, log=SimpleNamespace(text=lambda: ""))
 

@@ -25,6 +25,7 @@ from pytest_klineage.gate.supervise import (
     worker_environment,
 )
 from pytest_klineage.records.messages import FromWorker, Job, KernelLoaded, LoadFailed, StopWorker
+from pytest_klineage.records.template_messages import WorkerExit
 
 Start = Callable[..., tuple[Worker, Channel]]
 CHURN = """
@@ -183,7 +184,7 @@ class TestWorker:
         assert isinstance(answer(channel), KernelLoaded)
         channel.send(StopWorker())
         ended = worker.end(grace_s=30)
-        assert (ended.exit_code, ended.signal, ended.killed) == (0, None, False)
+        assert (ended.exit_code, ended.signal) == (0, None)
 
     def test_a_worker_ends_by_itself_when_the_oracle_is_gone(self, start: Start) -> None:
         worker, channel = start("def run(): pass\n")
@@ -194,7 +195,6 @@ class TestWorker:
     def test_a_worker_that_lives_on_is_killed(self, start: Start) -> None:
         worker, _channel = start("import time\ntime.sleep(600)\n")
         ended = worker.end()
-        assert ended.killed
         assert (ended.exit_code, ended.signal) == (None, None)
 
     @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ class TestWorker:
     def test_how_it_ended_is_reported(self, how: str, exit_code: int | None, number: int | None, start: Start) -> None:
         worker, _channel = start(how)
         ended = worker.end(grace_s=30)
-        assert (ended.exit_code, ended.signal, ended.killed) == (exit_code, number, False)
+        assert (ended.exit_code, ended.signal) == (exit_code, number)
 
     def test_ending_twice_gives_the_same_answer(self, start: Start) -> None:
         worker, _channel = start("import os\nos._exit(7)")
@@ -262,7 +262,7 @@ class TestWorker:
         worker, _channel = start("def run(): pass\n")
         worker.end()
         worker.ended = None
-        assert worker.end().killed
+        assert worker.end() == WorkerExit()
         assert template.process.poll() is None
 
 
@@ -279,16 +279,18 @@ class TestProcesses:
         process = WorkerProcess("template", threads=1)
         try:
             process.process.kill()
-            with pytest.raises(WorkerDied, match=r"template process ended .*It printed nothing"):
+            with pytest.raises(WorkerDied, match=r"template process ended .*It printed nothing") as caught:
                 Worker(process, Job(surface="python"))
+            assert caught.value.killed
         finally:
             process.close()
 
     def test_a_process_that_dies_is_quoted(self) -> None:
         process = WorkerProcess("template", threads=1, environment={"PYTHONHOME": "/nonexistent"})
         try:
-            with pytest.raises(WorkerDied, match=r"(?s)It printed: .*encodings"):
+            with pytest.raises(WorkerDied, match=r"(?s)It printed: .*encodings") as caught:
                 Worker(process, Job(surface="python"))
+            assert not caught.value.killed
         finally:
             process.close()
 
