@@ -12,7 +12,7 @@ import pytest
 
 from pytest_klineage import surfaces
 from pytest_klineage.errors import HarnessError, UnknownName, UsageError, WorkerDied
-from pytest_klineage.gate import DEFENCES, Gate, Progress
+from pytest_klineage.gate import DEFENCES, Gate, Progress, findings
 from pytest_klineage.gate.host.cpu import cache_sizes, flush_size
 from pytest_klineage.gate.timing.policy import LEAST_PAIRS
 from pytest_klineage.operators import DEFAULT_DISTRIBUTION
@@ -143,6 +143,17 @@ class TestAccepted:
         assert [(timing.policy, len(timing.candidate_samples_ms)) for timing in verdict.other_timings] == [
             ("paper", 100)
         ]
+
+    def test_a_policy_without_pairs_decides_as_well(
+        self, change: Change, judge: Judge, cpp: Cpp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where its clock may leave something out, with another count of calls on either side."""
+        change(policy="do_bench")
+        monkeypatch.setattr(findings, "unheard_ms", lambda samples: 1e-6)
+        timing = judge(cpp(before="usleep(3000);")).timing
+        assert timing is not None
+        assert timing.policy == "do_bench"
+        assert len(timing.reference_samples_ms) > len(timing.candidate_samples_ms)
 
 
 class TestWrong:
