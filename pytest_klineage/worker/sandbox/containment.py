@@ -213,7 +213,10 @@ SYSCALLS = {
         "clock_settime": 227, "adjtimex": 159, "setsid": 112, "fork": 57, "vfork": 58, "execve": 59, "execveat": 322,
         "clone": 56, "clone3": 435, "kill": 62, "tkill": 200, "tgkill": 234, "prlimit64": 302, "mmap": 9,
         "sched_setaffinity": 203, "timer_create": 222, "mq_open": 240, "mq_notify": 244, "io_submit": 209,
-        "fcntl": 72, "ioctl": 16, "madvise": 28, "process_madvise": 440,
+        "fcntl": 72, "ioctl": 16, "madvise": 28, "process_madvise": 440, "chmod": 90, "fchmod": 91, "fchmodat": 268,
+        "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260, "utime": 132, "utimes": 235,
+        "futimesat": 261, "utimensat": 280, "setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463,
+        "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466, "file_setattr": 469,
     },
     "aarch64": {
         "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "pidfd_open": 434, "pidfd_getfd": 438,
@@ -225,10 +228,22 @@ SYSCALLS = {
         "clock_settime": 112, "adjtimex": 171, "setsid": 157, "execve": 221, "execveat": 281, "clone": 220,
         "clone3": 435, "kill": 129, "tkill": 130, "tgkill": 131, "prlimit64": 261, "mmap": 222,
         "sched_setaffinity": 122, "timer_create": 107, "mq_open": 180, "mq_notify": 184, "io_submit": 2,
-        "fcntl": 25, "ioctl": 29, "madvise": 233, "process_madvise": 440,
+        "fcntl": 25, "ioctl": 29, "madvise": 233, "process_madvise": 440, "fchmod": 52, "fchmodat": 53,
+        "fchmodat2": 452, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5, "lsetxattr": 6, "fsetxattr": 7,
+        "setxattrat": 463, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "removexattrat": 466,
+        "file_setattr": 469,
     },
 }  # fmt: skip
 PROCESS_CALLS = ("fork", "vfork", "execve", "execveat", "setsid")
+METADATA_CALLS = (
+    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
+    "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr",
+    "removexattrat", "file_setattr",
+)  # fmt: skip
+"""What Landlock leaves alone: rights, owners, times and attributes of any file of the same user, which its next process
+could read again. Linkers set the rights of what they have written."""
+COMPILERS_CALLS = PROCESS_CALLS + METADATA_CALLS
+"""What is allowed where compilers run in the worker."""
 CONDITIONAL_CALLS = (
     "clone", "clone3", "kill", "tkill", "tgkill", "prlimit64", "mmap", "sched_setaffinity", "fcntl", "ioctl",
     "madvise",
@@ -236,6 +251,9 @@ CONDITIONAL_CALLS = (
 SIGNALLING = {"fcntl": (8, 10, 15, 1024, 1026), "ioctl": (0x5452, 0x8901, 0x8902)}
 """By system call, the commands that have the system send signals later on, which would wake a stopped process:
 F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY; FIOASYNC, FIOSETOWN, SIOCSPGRP."""
+FILE_FLAGS = (0x40086602, 0x40046602, 0x40087602, 0x40086604, 0x401C5820)
+"""More of a file's metadata, by ioctl: FS_IOC_SETFLAGS, FS_IOC32_SETFLAGS, FS_IOC_SETVERSION, EXT4_IOC_SETVERSION,
+FS_IOC_FSSETXATTR."""
 F_SETFL, O_ASYNC = 4, 0x2000
 MADV_COLLAPSE = 25
 """Moves pages that are there to huge ones: a caller's tensors too, once for all later calls."""
@@ -253,7 +271,8 @@ REFUSE, ALLOW = (RETURN, 0, 0, RET_ERRNO | EPERM), (RETURN, 0, 0, RET_ALLOW)
 
 
 def filter_calls(*, allow_processes: bool, allow_cores: bool = True) -> list[str]:
-    """Refuse system calls that reach other processes, the network or the machine; on request also new processes.
+    """Refuse system calls that reach other processes, the network or the machine; on request also new processes, and
+    changes of files' metadata.
 
     Without `allow_cores` the process cannot choose its cores either.
     """
@@ -313,7 +332,7 @@ def seccomp_program(
         refuse,
     ]
     for name, number in numbers.items():
-        if name in CONDITIONAL_CALLS or (allow_processes and name in PROCESS_CALLS):
+        if name in CONDITIONAL_CALLS or (allow_processes and name in COMPILERS_CALLS):
             continue
         program += [(EQUAL, 0, 1, number), refuse]
     for name in ("kill", "tkill", "tgkill"):
@@ -323,6 +342,7 @@ def seccomp_program(
     program += _only(numbers["prlimit64"], EQUAL, 0)
     for name, commands in SIGNALLING.items():
         program += _never(numbers[name], commands)
+    program += _never(numbers["ioctl"], FILE_FLAGS)
     program += _never(numbers["madvise"], (MADV_COLLAPSE,), argument=2)
     program += _never_asynchronous(numbers["fcntl"])
     if not allow_processes:

@@ -59,6 +59,10 @@ attempt("spawn", lambda: __import__("subprocess").run(["/bin/true"]))
 attempt("signal parent", lambda: os.kill(os.getppid(), 0))
 attempt("signal all", lambda: os.kill(-1, 0))
 attempt("session", os.setsid)
+attempt("rights of a file", lambda: os.chmod(os.path.join(readable, "kernel.txt"), 0o644))
+attempt("owner of a file", lambda: os.chown(os.path.join(readable, "kernel.txt"), -1, -1))
+attempt("times of a file", lambda: os.utime(os.path.join(readable, "kernel.txt"), (1, 1)))
+attempt("attribute of a file", lambda: os.setxattr("scratch", "user.mark", b"1"))
 attempt("ptrace", lambda: raw(101 if os.uname().machine == "x86_64" else 117, 0, 0, 0, 0))
 attempt("write outside", lambda: open("/tmp/klineage-outside", "w").write("x"))
 attempt("write readable", lambda: open(os.path.join(readable, "kernel.txt"), "w").write("x"))
@@ -73,6 +77,7 @@ attempt("read parent", lambda: open(f"/proc/{os.getppid()}/environ").read())
 FORBIDDEN = {
     "seccomp": [
         "connect", "unix socket", "fork", "execute", "spawn", "signal parent", "signal all", "session", "ptrace",
+        "rights of a file", "owner of a file", "times of a file", "attribute of a file",
     ],
     "landlock": [
         "write outside", "write readable", "read outside", "list outside", "rename out", "delete outside", "link out",

@@ -15,10 +15,11 @@ from pytest_klineage.worker.sandbox import containment
 from pytest_klineage.worker.sandbox.containment import (
     AUDIT_ARCH,
     CLONE_THREAD,
+    COMPILERS_CALLS,
     CONDITIONAL_CALLS,
     ENOSYS,
     EPERM,
-    PROCESS_CALLS,
+    FILE_FLAGS,
     RET_ALLOW,
     RET_ERRNO,
     RET_KILL,
@@ -112,7 +113,7 @@ def test_every_call_number_gets_the_answer_of_the_list(machine: str, allow_proce
     denied = {
         number
         for name, number in SYSCALLS[machine].items()
-        if name not in CONDITIONAL_CALLS and not (allow_processes and name in PROCESS_CALLS)
+        if name not in CONDITIONAL_CALLS and not (allow_processes and name in COMPILERS_CALLS)
     }
     conditional = {SYSCALLS[machine][name] for name in CONDITIONAL_CALLS}
     for number in set(range(600)) - conditional:
@@ -144,8 +145,8 @@ def test_clone3_is_said_to_be_absent_so_that_libc_uses_clone(machine: str) -> No
     assert answer(machine, "clone3", 0x7FFF0000) == ABSENT
 
 
-@pytest.mark.parametrize("name", PROCESS_CALLS)
-def test_processes_are_allowed_on_request_only(name: str, machine: str) -> None:
+@pytest.mark.parametrize("name", COMPILERS_CALLS)
+def test_what_compilers_call_is_allowed_on_request_only(name: str, machine: str) -> None:
     if name not in SYSCALLS[machine]:
         pytest.skip(f"{machine} has no {name}")
     assert answer(machine, name) == REFUSED
@@ -176,6 +177,12 @@ def test_pages_that_are_there_stay_as_they_are(machine: str) -> None:
     assert answer(machine, "madvise", 4096, collapse, collapse) == REFUSED
     assert answer(machine, "madvise", collapse, collapse, huge) == RET_ALLOW
     assert answer(machine, "process_madvise", 3, 0, 1, cold) == REFUSED
+
+
+def test_attributes_of_files_are_not_for_ioctl_either(machine: str, allow_processes: bool) -> None:
+    for command in FILE_FLAGS:
+        assert answer(machine, "ioctl", 3, command, allow_processes=allow_processes) == REFUSED
+    assert answer(machine, "ioctl", FILE_FLAGS[0], 0x5401, allow_processes=allow_processes) == RET_ALLOW
 
 
 def test_another_architecture_is_killed(machine: str) -> None:
