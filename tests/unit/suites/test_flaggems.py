@@ -367,7 +367,15 @@ for distribution in operator.input_distributions:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "softmax", "fused_add_rms_norm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("rms_norm", marks=pytest.mark.nightly),
+        "layer_norm",
+        pytest.param("softmax", marks=pytest.mark.nightly),
+        "fused_add_rms_norm",
+    ],
+)
 def test_triton_rows_are_right_when_interpreted(name: str) -> None:
     command = [sys.executable, "-W", "ignore", "-c", INTERPRETED, str(SUITE), name]
     done = subprocess.run(

@@ -51,6 +51,7 @@ def test_chains_of_other_prompts_carry_another_digest() -> None:
     assert digest_of({"a": {"x": "1"}}) != digest_of({"a": {"x": "2"}})
 
 
+@pytest.mark.nightly
 def test_one_command_asks_for_every_arm(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "suites/flaggems/test_written.py",

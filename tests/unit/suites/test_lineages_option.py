@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SUITES = ("test_derive", "test_spans")
+SUITES = ("test_derive", pytest.param("test_spans", marks=pytest.mark.nightly))
 
 
 @pytest.fixture

@@ -267,6 +267,7 @@ def turn(root: Path, at: Path, chosen: str, *more: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=400, check=False)
 
 
+@pytest.mark.nightly
 def test_one_command_writes_all_prompts_of_the_pilot(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     done = turn(pytestconfig.rootpath, tmp_path, "test_pilot.py")
     assert done.returncode == WAITING_EXIT, done.stdout[-3000:]
@@ -277,6 +278,7 @@ def test_one_command_writes_all_prompts_of_the_pilot(pytestconfig: pytest.Config
     assert not (tmp_path / "judge" / "request").exists()
 
 
+@pytest.mark.nightly
 def test_broken_kernels_are_judged_before_they_are_shown(pytestconfig: pytest.Config, tmp_path: Path) -> None:
     if shutil.which("nvcc") is None:
         pytest.skip("needs nvcc")
