@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt | check-python check-compiler
 	@touch $@
 
 test: $(STAMP) | check-compiler
-	$(BIN)/python -m pytest -n $(WORKERS) $(AGAIN) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(AGAIN) $(ARGS)
 
 # Apart from the others: Ray is a large dependency, and a cluster needs the machine to itself.
 test-ray: | check-compiler
@@ -74,7 +74,7 @@ main-tier: $(STAMP) | check-compiler
 
 build-kernels: $(STAMP) | check-compiler
 	@set -e; for platform in $(PLATFORMS); do \
-	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) $(ARGS); done
+	  $(BIN)/python -m pytest $(SUITES) --platform $$platform --klineage-stage compile -n $(WORKERS) --dist worksteal $(ARGS); done
 
 sizes: $(STAMP)
 	$(BIN)/python docs/sizes.py
