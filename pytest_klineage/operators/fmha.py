@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
@@ -18,7 +18,7 @@ from pytest_klineage.operators.distributions import (
     signs,
     torch_dtype,
 )
-from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, output_rounding, summation_variance
 from pytest_klineage.records import KernelCase, Option, Signature, TensorSpec
 from pytest_klineage.records.signature import permuted
 
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
 LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
 """Factor of v in the large-magnitude input distribution; o is an average of v, so it cannot overflow."""
+
+VAST_SCORES, LONE_VALUE = "vast_scores", "lone_value"
+"""Checks that no prompt names: scores beyond 709, where exp leaves doubles, in some rows; and, in fp32, a huge value at
+a key of little weight."""
+VAST, SHARP, LONE = 512.0, 12.0, 1e18
+"""Factors of q in these two, and of the lone value: it counts down to a weight of about exp(-57), far above where exp
+leaves fp32."""
 
 MEMORY_ORDER = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 
@@ -139,6 +146,28 @@ class Fmha(Operator):
             v[..., 3::4] *= TINY[case.dtype]
         dtype = torch_dtype(case.dtype)
         return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return (VAST_SCORES, LONE_VALUE) if case.dtype == "fp32" else (VAST_SCORES,)
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """On a CPU alone: errors of kernels on a GPU have not been measured with them."""
+        import torch
+
+        if generator.device.type != "cpu":
+            return ""
+        inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        q, v = inputs["q"], inputs["v"]
+        if name == VAST_SCORES:
+            inputs["q"] = in_some_rows(VAST * q, q, generator)
+        else:
+            q *= SHARP
+            batch, heads, length, width = v.shape
+            where = torch.randint(length, (batch, heads, 1, 1), generator=generator).expand(batch, heads, 1, width)
+            v.scatter_(2, where, LONE * v.gather(2, where))
+        return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch

@@ -43,6 +43,9 @@ LONE_GATES, LONE_EVERY, LEAST_LONE, MOST_LONE = "lone_gates", 128, 30.0, 200.0
 """Another one: weak gates but for about one token of so many, which resets the state as between two documents, and how
 strong its gate is. At -89 the reciprocal of a decay leaves fp32; a head's mean stays weak."""
 
+LARGE_STATE, STATE_FACTOR = "large_state", 1e4
+"""Another one, where a case has an initial state: how much larger that is than usually."""
+
 PERTURBED_POSITIONS, VALUE_PERTURBATION = 8, 16.0
 """Of how many tokens one is chosen for a perturbation, and its size in v, in largest elements."""
 
@@ -139,12 +142,14 @@ class Gdn(Operator):
         return inputs
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
-        return (SIMILAR_KEYS, LONE_GATES) if case.dtype == "fp32" else (LONE_GATES,)
+        keys = (SIMILAR_KEYS,) if case.dtype == "fp32" else ()
+        return (*keys, LONE_GATES, *((LARGE_STATE,) if self.option(case, "initial_state") else ()))
 
     def further_problem(
         self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
     ) -> tuple[Tensors, Any] | str:
-        """Keys that resemble one another and gates near one, so that updates depend on all tokens before; lone gates.
+        """Keys that resemble one another and gates near one, so that updates depend on all tokens before; lone gates;
+        a large state.
 
         On a CPU alone: errors of kernels on a GPU have not been measured with them.
         """
@@ -153,6 +158,10 @@ class Gdn(Operator):
         if name == LONE_GATES:
             inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
             strengthen_some(inputs["g"], generator)
+            return inputs, Expected(self, case, inputs)
+        if name == LARGE_STATE:
+            inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+            inputs["state0"] *= STATE_FACTOR
             return inputs, Expected(self, case, inputs)
         inputs = self.make_inputs(case, generator, "gates_near_zero")
         tokens, heads, width = inputs["k"].shape

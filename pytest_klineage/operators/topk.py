@@ -36,6 +36,11 @@ LANES, ODD_LANES, BLOCKS = "large_in_a_lane", "large_in_an_odd_lane", "large_in_
 """Checks that no prompt names: where the k largest numbers of each row lie. Elsewhere they lie at random, so that no
 lane and no segment has many of them, and a selection from the largest of each is right."""
 
+OUTLIER, MANY_INFINITIES = "one_far_out", "many_infinities"
+"""Further ones: some rows have one number of magnitude FAR_OUT, or more than k // 2 infinities."""
+FAR_OUT = {"fp32": 1e10, "fp16": 6e4, "bf16": 1e10}
+"""Beside it, keys of 32 bits between a row's smallest and largest number leave nothing of the others in fp32."""
+
 
 class TopK(Operator):
     """Selection of the K largest of S columns in each of B rows. Input x[B,S]; outputs values[B,K], indices[B,K] int64.
@@ -113,14 +118,18 @@ class TopK(Operator):
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
         _rows, columns, k = case.shape.values()
         # With fewer than twice or three times as many columns there is no such lane.
-        return (BLOCKS, LANES, ODD_LANES)[: columns // k] if k < columns else ()
+        return (*(BLOCKS, LANES, ODD_LANES)[: columns // k], OUTLIER, MANY_INFINITIES) if k < columns else ()
 
     def further_problem(
         self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
     ) -> tuple[Tensors, Any] | str:
         rows, columns, k = case.shape.values()
         x = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)["x"]
-        inputs = {"x": gathered(x, k, places(name, rows, columns, k, generator), generator)}
+        if name in (OUTLIER, MANY_INFINITIES):
+            odd = far_out(x, case.dtype, generator) if name == OUTLIER else infinite(x, k, generator)
+            inputs = {"x": in_some_rows(odd, x, generator)}
+        else:
+            inputs = {"x": gathered(x, k, places(name, rows, columns, k, generator), generator)}
         return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
@@ -218,6 +227,24 @@ def gathered(x: torch.Tensor, k: int, inside: torch.Tensor, generator: torch.Gen
     order = (uniform(tuple(x.shape), generator) + inside).argsort(1, descending=True).to(x.device)
     largest = x.sort(1, descending=True).values
     return x.scatter(1, order, largest)
+
+
+def far_out(x: torch.Tensor, dtype: str, generator: torch.Generator) -> torch.Tensor:
+    """A copy of `x` with one number of either sign in every row that is far from all others."""
+    import torch
+
+    rows, columns = x.shape
+    where = torch.randint(columns, (rows, 1), generator=generator, device=x.device)
+    return x.scatter(1, where, (signs((rows, 1), generator) * FAR_OUT[dtype]).to(x))
+
+
+def infinite(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:
+    """A copy of `x` with more than k // 2 times +inf in every row, up to all of it."""
+    import torch
+
+    rows, columns = x.shape
+    count = torch.randint(k // 2 + 1, columns + 1, (rows, 1), generator=generator, device=x.device)
+    return x.masked_fill(uniform((rows, columns), generator).argsort(1) < count, float("inf"))
 
 
 def starved(x: torch.Tensor, k: int, generator: torch.Generator) -> torch.Tensor:

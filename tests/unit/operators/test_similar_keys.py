@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pytest_klineage.operators import make_case, operator_of
-from pytest_klineage.operators.gdn import LEAST_LONE, LONE_GATES, MOST_LONE, SIMILAR_KEYS
+from pytest_klineage.operators.gdn import LARGE_STATE, LEAST_LONE, LONE_GATES, MOST_LONE, SIMILAR_KEYS
 from pytest_klineage.operators.gdn_chunked import GatedDeltaRule, chunked, joined, sequential
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -96,3 +96,13 @@ def test_a_generator_on_a_gpu_gets_none() -> None:
 
     case = make_case("gdn", SIZES[0], "fp32", "torch")
     assert operator_of(case).further_problem(case, LONE_GATES, Elsewhere(), {}) == ""  # type: ignore[arg-type]
+
+
+def test_a_large_state_is_checked_where_there_is_one() -> None:
+    case = make_case("gdn", SIZES[0], "fp32", "torch", initial_state=True)
+    expected = problem(case, LARGE_STATE)
+    assert float(expected.inputs["state0"].abs().max()) > 1e3
+    baseline = operator_of(case).baseline_output(case, expected.inputs)
+    assert all(error < expected.bounds[name] / MARGIN for name, error in expected.errors(baseline).items())
+    clamped = {**expected.inputs, "state0": expected.inputs["state0"].clamp(-4, 4)}
+    assert not expected.accepts(operator_of(case).baseline_output(case, clamped))

@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pytest_klineage.operators import make_case, operator_of
-from pytest_klineage.operators.topk import BLOCKS, LANES, ODD_LANES, gathered, places
+from pytest_klineage.operators.topk import (
+    BLOCKS,
+    LANES,
+    MANY_INFINITIES,
+    ODD_LANES,
+    OUTLIER,
+    gathered,
+    places,
+)
 
 
 def generator(seed: int) -> torch.Generator:
@@ -19,7 +27,7 @@ def generator(seed: int) -> torch.Generator:
 def test_every_row_has_room_in_one_lane_or_block(rows: int, k: int, columns: int, seed: int) -> None:
     columns = max(columns, k)
     case = make_case("topk", (rows, columns, k), "fp32", "torch")
-    for name in operator_of(case).further_names(case):
+    for name in {BLOCKS, LANES, ODD_LANES} & set(operator_of(case).further_names(case)):
         for row in places(name, rows, columns, k, generator(seed)):
             where = row.nonzero().flatten()
             steps = set(where.diff().tolist())
@@ -43,12 +51,13 @@ def test_checks_are_left_out_where_there_is_no_such_place() -> None:
     names = [operator_of(case).further_names(case) for case in (
         make_case("topk", (2, columns, 8), "fp32", "torch") for columns in (8, 15, 16, 24)
     )]  # fmt: skip
-    assert names == [(), (BLOCKS,), (BLOCKS, LANES), (BLOCKS, LANES, ODD_LANES)]
+    others = (OUTLIER, MANY_INFINITIES)
+    assert names == [(), (BLOCKS, *others), (BLOCKS, LANES, *others), (BLOCKS, LANES, ODD_LANES, *others)]
 
 
 def test_no_prompt_names_them() -> None:
     case = make_case("topk", (2, 64, 8), "fp32", "torch")
-    assert not {BLOCKS, LANES, ODD_LANES} & set(operator_of(case).input_distributions)
+    assert not {BLOCKS, LANES, ODD_LANES, OUTLIER, MANY_INFINITIES} & set(operator_of(case).input_distributions)
 
 
 @given(st.integers(0, 99), st.sampled_from([BLOCKS, LANES, ODD_LANES]))
@@ -70,3 +79,19 @@ def test_a_right_selection_passes_in_every_type() -> None:
             assert not isinstance(found, str)
             inputs, expected = found
             assert expected.accepts(chosen.baseline_output(case, inputs))
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 12), st.integers(2, 60), st.integers(0, 99), st.sampled_from(["fp32", "fp16"])
+)
+@settings(deadline=None, max_examples=40)
+def test_odd_numbers_are_in_some_rows(rows: int, k: int, columns: int, seed: int, dtype: str) -> None:
+    columns = max(columns, k + 1)
+    case = make_case("topk", (rows, columns, k), dtype, "torch")
+    for name in (OUTLIER, MANY_INFINITIES):
+        found = operator_of(case).further_problem(case, name, generator(seed), {})
+        assert not isinstance(found, str)
+        counts = (found[0]["x"].abs() > 1e4).sum(1)
+        odd = counts[counts > 0]
+        assert 1 <= len(odd) <= max(1, rows // 16)
+        assert bool((odd == 1).all() if name == OUTLIER else (odd > k // 2).all())
