@@ -38,7 +38,7 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.worker.comparison import View, compare, prepare
 from pytest_klineage.worker.earlier import EarlierResults
-from pytest_klineage.worker.host.arena import OracleArena, flat_bits, same_bits
+from pytest_klineage.worker.host.arena import Kinds, OracleArena, flat_bits, same_bits
 from pytest_klineage.worker.host.scheduling import waited_ns
 from pytest_klineage.worker.left_behind import OtherSlots
 from pytest_klineage.worker.stopping import Stopper, thread_states
@@ -110,6 +110,7 @@ class WorkerHandle:
         """Where earlier results lie that must not be touched."""
         self.earlier = EarlierResults()
         self.others = OtherSlots()
+        self.kinds = Kinds()
         self.float_control = 0
         """What the worker's calls have changed of FLOAT_CONTROL: said once."""
         self.refused: tuple[str, ...] = ()
@@ -196,7 +197,7 @@ class WorkerHandle:
         longer than many kernels, and comes last, since it would not remove what is written after it.
         """
         arena = self.arenas[arena_index]
-        kind = secrets.randbelow(2)
+        kind = self.kinds.draw()
         self.freeze(True)
         prepare(arena, slot, view, kind, defences)
         if flush is not None:

@@ -168,7 +168,7 @@ class DeviceWorkerHandle(WorkerHandle):
     def run_block(self, block: CallBlock, deadline_s: float, defences: frozenset[str]) -> BlockOutcome:
         """Run a block on prepared memory and compare every slot."""
         arena: DeviceArena = self.arenas[block.arena]
-        kind = secrets.randbelow(2)
+        kind = self.kinds.draw()
         # Before there are inputs: nothing can be computed while events are made.
         self._make_events(block.calls, deadline_s)
         # Masked, inputs say nothing before their own call; stopped, a thread of the candidate sees nothing come.

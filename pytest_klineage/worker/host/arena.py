@@ -29,10 +29,11 @@ SLOTS = 2
 NAN_BITS = {1: 0x7F, 2: 0x7FDB, 4: 0x7FDBDBDB, 8: 0x7FFBDBDBDBDBDBDB}
 """By size in bytes, a NaN that no arithmetic produces; the two-byte one is a NaN in fp16 and in bf16, the only one of
 one byte in both kinds of fp8."""
-BYTES = (0xDB, 0xB7)
-"""What fills a tensor of one-byte integers or booleans, by kind."""
-LOWEST = {"fp16": -60000.0, "fp8_e4m3": -448.0, "fp8_e5m2": -57344.0}
-"""A huge negative number; of other types it is -3e38."""
+BYTES = (0xDB, 0xB7, 0x24)
+"""What fills a tensor of one-byte integers or booleans, by kind; of the last one the lowest bit is clear."""
+HIGHEST = {"fp16": 60000.0, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+"""A huge number; of other types it is 3e38."""
+KINDS = len(BYTES)
 SKEW_BYTES = 1344
 """Added between slots: the second slot's tensors start at another offset within a page."""
 
@@ -174,16 +175,31 @@ class SharedArena(OracleArena):
             os.close(fd)
 
 
+class Kinds:
+    """Which kind of poison comes next, in an order that is drawn: a few checks meet every kind."""
+
+    def __init__(self) -> None:
+        self._left: list[int] = []
+
+    def draw(self) -> int:
+        """The next one."""
+        self._left = self._left or secrets.SystemRandom().sample(range(KINDS), KINDS)
+        return self._left.pop()
+
+
 def poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> None:
-    """Fill an output with values no correct kernel leaves behind: a rare NaN or a huge number, an impossible index."""
+    """Fill an output with values no correct kernel leaves behind: a rare NaN, a huge number of either sign, an
+    impossible index. No maximum, minimum, sum or logical operation with what was there is right beside all kinds."""
     if spec.dtype in ("bool", "int8", "uint8"):
         as_integers(tensor).fill_(BYTES[kind])
     elif spec.dtype.startswith("int"):
-        tensor.fill_(-7 if kind == 0 else (1 << 30 if tensor.element_size() > 2 else 1 << 14))
+        huge = 1 << (30 if tensor.element_size() > 2 else 14)
+        tensor.fill_((-7, huge, -huge)[kind])
     elif kind == 0:
         as_integers(tensor).fill_(NAN_BITS[tensor.element_size()])
     else:
-        tensor.fill_(LOWEST.get(spec.dtype, -3.0e38))
+        huge_number = HIGHEST.get(spec.dtype, 3.0e38)
+        tensor.fill_(-huge_number if kind == 1 else huge_number)
 
 
 def is_poison(spec: TensorSpec, tensor: torch.Tensor, kind: int) -> torch.Tensor:

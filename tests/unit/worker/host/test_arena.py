@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 
@@ -17,7 +18,9 @@ from pytest_klineage.records.signature import dense, permuted
 from pytest_klineage.worker.host.arena import (
     ALIGNMENT,
     GUARD_BYTES,
+    KINDS,
     SLOTS,
+    Kinds,
     SharedArena,
     as_integers,
     is_poison,
@@ -171,19 +174,41 @@ def test_inputs_and_outputs_are_distinguished(arena: SharedArena) -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_two_kinds_of_poison_share_no_value(dtype: str, arena: SharedArena) -> None:
-    spec = dense("x", dtype, 4)
-    first, second = (torch.zeros(4, dtype=torch_type(dtype)) for _ in range(2))
-    poison(spec, first, 0)
-    poison(spec, second, 1)
-    assert not torch.equal(as_integers(first), as_integers(second))
-    assert is_poison(spec, first, 0).all()
-    assert is_poison(spec, second, 1).all()
-    assert not is_poison(spec, first, 1).any()
-    assert not is_poison(spec, second, 0).any()
+def test_kinds_of_poison_share_no_value(dtype: str) -> None:
+    spec, filled = dense("x", dtype, 4), [torch.zeros(4, dtype=torch_type(dtype)) for _ in range(KINDS)]
+    for kind, tensor in enumerate(filled):
+        poison(spec, tensor, kind)
+    assert len({int(as_integers(tensor)[0]) for tensor in filled}) == KINDS
+    for kind, other in itertools.product(range(KINDS), repeat=2):
+        assert bool(is_poison(spec, filled[kind], other).all()) == (kind == other)
+        assert bool(is_poison(spec, filled[kind], other).any()) == (kind == other)
 
 
-@pytest.mark.parametrize("kind", [0, 1])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_what_is_combined_with_some_poison_is_wrong(dtype: str) -> None:
+    """However a number of usual size is put into what was never set."""
+    spec, found = dense("x", dtype, 1), []
+    for kind in range(KINDS):
+        tensor = torch.zeros(1, dtype=torch_type(dtype))
+        poison(spec, tensor, kind)
+        bits = as_integers(tensor) & 1
+        found.append((float(tensor), int(bits)))
+    numbers = [number for number, _bits in found if not math.isnan(number)]
+    if dtype not in ("bool", "uint8"):
+        assert max(numbers) > 30
+        assert min(numbers) < -30
+    if not spec.dtype.startswith(("fp", "bf")):
+        assert {bits for _number, bits in found} == {0, 1}
+
+
+def test_every_kind_comes_as_often_as_any_other() -> None:
+    kinds = Kinds()
+    drawn = [[kinds.draw() for _ in range(KINDS)] for _ in range(200)]
+    assert all(sorted(some) == list(range(KINDS)) for some in drawn)
+    assert len({tuple(some) for some in drawn}) == math.factorial(KINDS)
+
+
+@pytest.mark.parametrize("kind", range(KINDS))
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_only_what_was_not_written_is_still_poison(dtype: str, kind: int) -> None:
     spec = dense("x", dtype, 6)
