@@ -128,14 +128,14 @@ def test_rounds_make_the_trajectory_of_one_go(real: Task, tmp_path: Path) -> Non
 
 
 def in_one_go(task: Task, path: Path, exchange: Path, judge: Judge) -> OptimizationResult:
-    """The same run, never interrupted: replies are written while it waits for them."""
+    """The same run, never interrupted: replies are written when it comes to wait for them."""
 
-    def answering(file: Path, waited_s: float) -> None:
-        answer(exchange)
+    class Answering(ExchangeBackend):
+        def _await(self, answer_file: Path) -> bytes:
+            answer(exchange)
+            return super()._await(answer_file)
 
-    backend = ExchangeBackend(
-        exchange, Prices.load(), model="unbilled", poll_s=0.01, settle_s=0.0, deadline_s=30.0, progress=answering
-    )
+    backend = Answering(exchange, Prices.load(), model="unbilled", poll_s=0.01, settle_s=0.0, deadline_s=30.0)
     with Session.begin(path, backend, limit_usd=1.0, name="run") as session:
         return optimize(task, CardMethod("generated-only"), session, judge, max_steps=STEPS)
 
