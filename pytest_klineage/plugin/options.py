@@ -230,8 +230,8 @@ OPTIONS = (
     Option("compare", "NAME", word, "Compare with the baseline NAME of this platform and device"),
     Option(
         "compare-fail", "slower:PERCENT", slower,
-        "Fail a kernel whose whole interval is slower by more, or that could not be compared (default: advisory,"
-        " nothing fails)",
+        "Fail a kernel whose whole interval is slower by more, that is broken, or whose baseline does not fit"
+        " (default: advisory, nothing fails)",
     ),
     Option(
         "base", "DIR", word, "Judge each changed kernel also against its older version in DIR, a checkout of the base"
