@@ -172,6 +172,10 @@ class Operator(ABC):
         """Whether a definition that was examined calls nothing but what copies and converts."""
         return False
 
+    def moves_alone(self, case: KernelCase) -> bool:
+        """Whether it calls nothing but what copies: every element of a right answer is exact."""
+        return False
+
     def object_to(self, findings: Sequence[str]) -> None:  # noqa: B027 - a shipped operator's case is skipped instead
         """Raise UsageError where findings of the lint are a user's mistake."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pytest_klineage.operators.distributions import random_index, uniform
+from pytest_klineage.operators.distributions import random_index, signs, uniform
 
 if TYPE_CHECKING:
     import torch
@@ -68,9 +68,16 @@ def repeated(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (values * 2).round() / 2 + 0.0
 
 
+def signed_zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Zeros of either sign in about half of the places."""
+    return values.masked_fill(values.abs() < MIDDLE, 0.0) * signs(tuple(values.shape), generator).to(values)
+
+
 LARGE, SMALL, SHIFT, HUGE, VAST = 30.0, 1e-3, 8.0, 1e3, 1e6
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16. Integers
 of 16 bits, and fp16, end far below a million, those of 32 bits above."""
+MIDDLE = 0.6745
+"""Half of all standard normal numbers are smaller than that."""
 FAR, FAR_IN_16_BITS = 1e3, 100.0
 """In spreads, a mean whose square leaves none of the variance in single precision; 16 bits hold no spread beside it."""
 WIDER = {"int16": 327, "int32": 10_000_019, "int64": 10_000_000_000_037}
@@ -91,6 +98,7 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "zeros": zeros,
     "outlier": outlier,
     "repeated": repeated,
+    "signed_zeros": signed_zeros,
     "integers_wide": lambda values, generator: values,
     "integers_beyond": lambda values, generator: values * BEYOND,
     "integers_whole": lambda values, generator: values,
@@ -110,7 +118,7 @@ INTEGERS = (
     "integers_wide", "integers_beyond", "integers_whole", "integers_constant", "integers_zeros", "integers_last",
 )  # fmt: skip
 """Those that leave floats alone; the first depends on the type, see WIDER, the last one on the signature's bound."""
-COMPARED, PAIRED, WHOLE = "repeated", "integers_beyond", "integers_whole"
+COMPARED, PAIRED, WHOLE = ("repeated", "signed_zeros"), "integers_beyond", "integers_whole"
 """For definitions alone that only compare, for those that put no more than a few integers together, and for those that
 put none together."""
 ALONE = "alone"

@@ -17,7 +17,7 @@ from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.operators import evaluation, examination, further, open_inputs, open_symmetry
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.defined import DEFAULT_DTYPES, GENERATOR, Allclose, CallSite, DefinedOperator, Function
-from pytest_klineage.operators.movement import MOVES
+from pytest_klineage.operators.movement import CAST, MOVES
 from pytest_klineage.records import KernelCase, Option
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def operator(
     may_ignore: inputs that need not change an output; by default a case in which one does not is refused. And options
     that a kernel need not heed: it is made for the case's own value.
     defaults: which of the further distributions "large", "small", "shifted", "lowered", "far", "alone", "mixed",
-    "constant", "zeros", "outlier", "repeated" and, of integers and booleans, "integers_wide", "integers_beyond",
-    "integers_whole", "integers_constant", "integers_zeros", "integers_last" kernels are checked with, where the
-    definition allows it; False for none.
+    "constant", "zeros", "outlier", "repeated", "signed_zeros" and, of integers and booleans, "integers_wide",
+    "integers_beyond", "integers_whole", "integers_constant", "integers_zeros", "integers_last" kernels are checked
+    with, where the definition allows it; False for none.
     name: in tables, and for `op="file.py:name"`; default: the function's.
 
     Keyword-only parameters with a default are options of a case; those without one are axes. Raises UsageError with
@@ -174,6 +174,9 @@ class OpenOperator(DefinedOperator):
 
     def calls_only_moves(self, case: KernelCase) -> bool:
         return self.calls_only(case, MOVES)
+
+    def moves_alone(self, case: KernelCase) -> bool:
+        return self.calls_only(case, MOVES - {CAST})
 
     def object_to(self, findings: Sequence[str]) -> None:
         if findings:

@@ -32,7 +32,7 @@ from pytest_klineage.operators.changes import (
 )
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.evaluation import is_float
-from pytest_klineage.operators.movement import COMPARES, MOVES, PAIRS
+from pytest_klineage.operators.movement import CAST, COMPARES, MOVES, PAIRS
 from pytest_klineage.operators.open_inputs import bound_of, finished, numbers
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, rounded_inputs
 from pytest_klineage.records import KernelCase, Option, Signature
@@ -47,9 +47,9 @@ CLEARLY = 10.0
 """By how many bounds the answer for another value of an option must differ on usual inputs."""
 
 
-PAIRING = (MOVES - {"_to_copy"}) | PAIRS
+PAIRING = (MOVES - {CAST}) | PAIRS
 """What a definition may call that is checked with integers beyond those of a double: a cast would round them."""
-APART = (MOVES | COMPARES) - {"_to_copy", "neg", "abs"}
+APART = (MOVES | COMPARES) - {CAST, "neg", "abs"}
 """The same for all of a type's range, whose lowest integer has no counterpart."""
 ONE_SIDED = ("constant", "far")
 """Changes after which sums may add nearly one number many times: every rounding then errs to the same side."""
@@ -99,6 +99,8 @@ def other_values(operator: DefinedOperator, case: KernelCase, name: str) -> Iter
         if max(map(abs, values)) < 1:
             values.append(math.copysign(2.5, own))
         yield from (float(f"{factor * value:.3g}") for value in values)
+        if own:
+            yield 0.0
 
 
 @functools.cache
@@ -143,7 +145,7 @@ def problem(
 
 def is_for(operator: DefinedOperator, case: KernelCase, name: str) -> bool:
     """Whether a change is one for a definition that calls what this one does."""
-    if name == COMPARED:
+    if name in COMPARED:
         return rounds_nothing(operator, case) and not operator.calls_only(case, MOVES)
     needed = {PAIRED: PAIRING, WHOLE: APART}
     return name not in needed or operator.calls_only(case, needed[name])
@@ -155,11 +157,14 @@ def rounds_nothing(operator: DefinedOperator, case: KernelCase) -> bool:
 
 
 def allow_one_sided(operator: DefinedOperator, case: KernelCase, expected: Expected) -> None:
-    """Let a kernel err by a float32's rounding per element of the longest axis: adding one number n times may."""
+    """Let a kernel err by a float32's rounding per element of the longest axis: adding one number n times may.
+
+    Where it may not err at all, nothing is added.
+    """
     signature = operator.signature(case)
     terms = max(size for spec in signature.inputs for size in (spec.shape[1:] or spec.shape or (1,)))
     for spec in signature.outputs:
-        if is_float(spec.dtype) and spec.name not in operator.tolerances:
+        if is_float(spec.dtype) and spec.name not in operator.tolerances and expected.bounds[spec.name]:
             roundings = terms * min(1.0, UNIT_ROUNDOFF["fp32"] / UNIT_ROUNDOFF[spec.dtype])
             expected.bounds[spec.name] = max(expected.bounds[spec.name], roundings)
 

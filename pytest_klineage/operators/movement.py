@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
     from pytest_klineage.operators.base import Tensors
 
+CAST = "_to_copy"
+"""An operator of the framework that converts elements to another type."""
 MOVES = frozenset({
-    "_to_copy", "clone", "copy", "copy_", "lift_fresh", "cat", "stack", "repeat", "flip", "roll", "rot90", "tril",
+    CAST, "clone", "copy", "copy_", "lift_fresh", "cat", "stack", "repeat", "flip", "roll", "rot90", "tril",
     "triu", "constant_pad_nd", "index", "index_select", "index_copy", "gather", "take", "embedding", "empty",
     "empty_like", "new_empty", "zeros", "zeros_like", "new_zeros", "ones", "full", "full_like", "fill_", "zero_",
     "arange", "_unsafe_view", "select_scatter", "slice_scatter", "diagonal_scatter", "where", "masked_fill",
@@ -47,7 +49,10 @@ def recording(names: set[str]) -> Iterator[None]:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if not function.is_view:
                 stable = bool((kwargs or {}).get("stable"))
-                names.add(f"{function.overloadpacket.__name__}{'.stable' * stable}")
+                name = function.overloadpacket.__name__
+                names.add(f"{name}{'.stable' * stable}")
+                if name in ("copy", "copy_") and args[0].dtype != args[1].dtype:
+                    names.add(CAST)
             return function(*args, **(kwargs or {}))
 
     with Recorder():  # type: ignore[no-untyped-call]  # as above
