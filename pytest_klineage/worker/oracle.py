@@ -112,7 +112,7 @@ class Oracle:
             settings={"oracle_torch": str(torch.__version__)},
             notes=tuple(self.turns.problems.notes),
             mixed=self.turns.problems.has_symmetry
-            and (self.blocks is not None or self.turns.problems.novel_is_cheap or bool(self.turns.problems.stock_size)),
+            and (self.turns.problems.novel_is_cheap or bool(self.turns.problems.stock_size)),
             only_moves=self.turns.problems.only_moves,
         )
 

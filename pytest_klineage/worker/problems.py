@@ -74,15 +74,13 @@ class Plain:
         self.undo: Undo = lambda outputs: outputs
 
 
-NOVEL_LIMIT_S, GPU_NOVEL_LIMIT_S = 0.02, 0.25
-"""Problems that take longer to make than this are not made while timing, but before: see STOCK. A pair on a CPU takes
+NOVEL_LIMIT_S = 0.02
+"""On a CPU, problems that take longer to make than this are not made while timing, but before: see STOCK. A pair takes
 about as long: making one of 0.15 s for every fourth took most of the time limit for attention and gated delta rules.
-On a GPU a pair is two blocks of many calls."""
+On a GPU a pair is two blocks of many calls, and every one is made when it is due."""
 STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 """How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
-STOCK_SHARE = 1 / 3
-"""Of a GPU's free memory: the checks, about as many problems, and both sides need the rest."""
 LEAST_AMONG = 2
 """Checks that come among timed pairs, at least. Where fewer are kept, because one takes seconds to make, so many are
 made before timing."""
@@ -118,14 +116,14 @@ class ProblemSet:
         first, before = time.monotonic(), allocated_bytes(self.device)
         drawn = self.novel()
         seconds, size = time.monotonic() - first, allocated_bytes(self.device) - before
-        self.novel_is_cheap = seconds <= (NOVEL_LIMIT_S if self.device == "cpu" else GPU_NOVEL_LIMIT_S)
+        self.novel_is_cheap = self.device != "cpu" or seconds <= NOVEL_LIMIT_S
         self.stock: list[Problem] = []
         self.among: list[Problem] = []
         """Checks that may come among timed pairs: what those, whose inputs are of the default distribution, leave
         out."""
         wanted = self.has_symmetry and not self.novel_is_cheap
         free = free_bytes(self.device)
-        self.stock_size = self.size_of_stock(seconds, size, free) if wanted else 0
+        self.stock_size = self.size_of_stock(seconds) if wanted else 0
         self.twins = self.make_twins(most_twins(seconds, size, free))
         self.checks: list[Problem | Remade] = [*self.timed[:1], *self.twins, *self.timed[1:]]
         for input_distribution in chosen.input_distributions[1:]:
@@ -235,14 +233,12 @@ class ProblemSet:
         """The place of a problem's case among them."""
         return self.layouts().index(problem.case.at_shape(problem.case.shape))
 
-    def size_of_stock(self, seconds: float, size: int, free: float) -> int:
-        """How many new problems are made for timing, where one takes so many seconds, and bytes of the free ones."""
-        in_time = min(STOCK, int(STOCK_LIMIT_S / seconds))
-        count = min(in_time, int(free * STOCK_SHARE / size)) if size > 0 else in_time
+    def size_of_stock(self, seconds: float) -> int:
+        """How many new problems are made for timing, where one takes so many seconds."""
+        count = min(STOCK, int(STOCK_LIMIT_S / seconds))
         if count >= LEAST_STOCK:
             return count
-        why = f"takes {seconds:.1f} s" if in_time < LEAST_STOCK else f"takes {size / 1e9:.1f} GB of the GPU's memory"
-        self.notes = [*self.notes, f"making a problem {why}, so none is made for timing"]
+        self.notes = [*self.notes, f"making a problem takes {seconds:.1f} s, so none is made for timing"]
         return 0
 
     def make_stock(self) -> None:
