@@ -264,12 +264,12 @@ class Judgement(JudgementContext):
             detail = found.message.strip().rpartition("\n")[2]
         return Reason(code=code, message=f"the framework does the work: {findings.clean(detail, 300)}")
 
-    def _check_all(self, opened: CaseOpened, role: str = "candidate") -> None:
+    def _check_all(self, opened: CaseOpened, role: str = "candidate", *, again: bool = False) -> None:
         failures: list[Reason] = []
         for index, planned in enumerate(opened.checks):
             self._give_way()
             self.gate.report("check", planned.input_distribution, index, len(opened.checks))
-            answer = self._check(index, role)
+            answer = self._check(index, role, again=again)
             self.checks += answer.checks
             failures += answer.reasons
         if failures:
@@ -280,17 +280,22 @@ class Judgement(JudgementContext):
         if self.lock is not None and self.gate.host.device != "cpu":
             self.lock.give_way()
 
+    def _checks_again(self) -> bool:
+        """Whether checks come among and after the timing."""
+        return self.screen_against is None and {"verify", "fresh_inputs"} <= self.settings.defences
+
     def _check_again(self, opened: CaseOpened) -> None:
         """Check the process that was timed once more: one that has counted its calls may know that checks are over.
 
-        A screening leaves it out: the best of those is judged in full.
+        Most checks have other inputs by then: it may know those that it has seen. A screening leaves it out: the best
+        of those is judged in full.
         """
-        if self.screen_against is not None or not {"verify", "fresh_inputs"} <= self.settings.defences:
+        if not self._checks_again():
             return
         before, self.checks = self.checks, []
         try:
             with machine_lock(self.gate.host.lock, alone=False) as self.lock:
-                self._check_all(opened)
+                self._check_all(opened, again=True)
         except Rejected as rejected:
             later = "right before it was timed, and afterwards"
             raise Rejected(
@@ -298,9 +303,11 @@ class Judgement(JudgementContext):
             ) from rejected
         self.checks = before
 
-    def _check(self, index: int, role: str = "candidate") -> Checked:
+    def _check(self, index: int, role: str = "candidate", *, again: bool = False) -> Checked:
         deadline = self.settings.run_timeout_s
-        request = CheckRequest(role=role, index=index, deadline_s=deadline, defences=self.settings.defences)
+        request = CheckRequest(
+            role=role, index=index, deadline_s=deadline, defences=self.settings.defences, again=again
+        )  # fmt: skip
         answer = self.processes.ask_oracle(request, Checked, 2 * deadline + CALL_SLACK_S)
         if isinstance(answer, WorkerFailure):
             raise self.failed(answer)
@@ -325,7 +332,7 @@ class Judgement(JudgementContext):
         """Have the oracle make what timing needs, now that there is a kernel to be timed."""
         self.gate.report("oracle", "making new problems for timing")
         with self.waiting_for("oracle"):
-            self.processes.ask_oracle(Stock(), Attached, ORACLE_DEADLINE_S)
+            self.processes.ask_oracle(Stock(checks=self._checks_again()), Attached, ORACLE_DEADLINE_S)
 
     def _look_for_libraries(self) -> None:
         ended = self.workers["candidate"].end()

@@ -244,6 +244,8 @@ class CheckRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     index: int
     deadline_s: float
     defences: frozenset[str]
+    again: bool = False
+    """Whether it comes after the timing: on a CPU it then has other inputs, where that is quick."""
 
 
 class TimeRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -270,8 +272,11 @@ class ProfileRequest(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     defences: frozenset[str]
 
 
-class Stock(msgspec.Struct, frozen=True, tag=True):
+class Stock(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Make what timing the open case needs and checking it did not; answered by Attached."""
+
+    checks: bool = True
+    """Whether checks come among or after the timing."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):

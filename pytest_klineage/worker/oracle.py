@@ -164,7 +164,7 @@ class Oracle:
     def check(self, request: CheckRequest) -> Checked:
         """One planned check: the problem as it is, run like a timed call."""
         problems = self.turns.problem_set()
-        problem = problems.check(request.index)
+        problem = problems.check(request.index, again=request.again)
         arena = problems.layout_of(problem)
         if self.blocks is not None:
             return self.blocks.check(request, problem, arena)
@@ -229,7 +229,7 @@ class Oracle:
     def stock(self, request: Stock) -> Attached:
         """Make the new problems of the open case that are made before timing."""
         with self.turns.all_threads():
-            self.turns.problem_set().make_stock()
+            self.turns.problem_set().make_stock(checks=request.checks)
         return Attached()
 
     def profile(self, request: ProfileRequest) -> Profiled:

@@ -20,6 +20,7 @@ from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
 from pytest_klineage.records.messages import OpenCase, PlannedCheck
 from pytest_klineage.worker.host.arena import same_bits
+from pytest_klineage.worker.redrawn import Redrawn
 
 if TYPE_CHECKING:
     from pytest_klineage.operators.base import Tensors, Undo
@@ -81,9 +82,6 @@ On a GPU a pair is two blocks of many calls, and every one is made when it is du
 STOCK, LEAST_STOCK, STOCK_LIMIT_S = 14, 12, 60.0
 """How many problems are made before timing, once for all kernels of a case: 12 timed pairs on new problems show an
 answer from memory. Where that takes longer than the limit there is no stock, and all timed inputs are transforms."""
-LEAST_AMONG = 2
-"""Checks that come among timed pairs, at least. Where fewer are kept, because one takes seconds to make, so many are
-made before timing."""
 KEPT_ELEMENTS = 1 << 25
 """Undeclared checks, and those of further shapes, of tensors with more elements than this in all are made again when
 they are due: 8 of them would take more than 4 GB in float64."""
@@ -116,11 +114,14 @@ class ProblemSet:
         first, before = time.monotonic(), allocated_bytes(self.device)
         drawn = self.novel()
         seconds, size = time.monotonic() - first, allocated_bytes(self.device) - before
+        self.seconds = seconds
+        """What making one of the default distribution took."""
         self.novel_is_cheap = self.device != "cpu" or seconds <= NOVEL_LIMIT_S
         self.stock: list[Problem] = []
         self.among: list[Problem] = []
         """Checks that may come among timed pairs: what those, whose inputs are of the default distribution, leave
         out."""
+        self.redrawn = Redrawn(self.redraw)
         wanted = self.has_symmetry and not self.novel_is_cheap
         free = free_bytes(self.device)
         self.stock_size = self.size_of_stock(seconds) if wanted else 0
@@ -163,9 +164,9 @@ class ProblemSet:
                 break
             self.add(self.distributed(other, input_distribution))
 
-    def distributed(self, other: KernelCase, input_distribution: str) -> Problem:
-        """The check of another shape with this distribution, the same one every time."""
-        draw = self.random(str(other.shape), input_distribution)
+    def distributed(self, other: KernelCase, input_distribution: str, *again: str) -> Problem:
+        """The check of a shape with this distribution, the same one every time, or with `again` another one."""
+        draw = self.random(str(other.shape), input_distribution, *again)
         return Problem(other, input_distribution, operator_of(other).make_inputs(other, draw, input_distribution))
 
     def add(self, check: Problem) -> None:
@@ -201,16 +202,31 @@ class ProblemSet:
             (is_rearrangement(answers), is_truncation(answers), is_cast(answers, types))
         )
 
-    def further(self, name: str) -> Problem | str:
-        """An undeclared check, the same one every time, or why there is none."""
+    def further(self, name: str, *again: str) -> Problem | str:
+        """An undeclared check, the same one every time or with `again` another, or why there is none."""
         chosen = operator_of(self.case)
         wrong = self.timed[0].expected.outputs
-        found = chosen.further_problem(self.case, name, self.random("further", name), wrong)
+        found = chosen.further_problem(self.case, name, self.random("further", name, *again), wrong)
         return found if isinstance(found, str) else Problem(chosen.further_case(self.case, name), name, *found)
 
-    def check(self, index: int) -> Problem:
-        """A planned check. Raises ValueError for one that cannot be made again."""
+    def check(self, index: int, *, again: bool = False) -> Problem:
+        """A planned check; when it comes `again`, where it can on a CPU, with other inputs. Raises ValueError for one
+        that cannot be made once more."""
+        if again and self.device == "cpu":
+            if index in self.redrawn.checks:
+                return self.redrawn.checks[index]
+            if isinstance(self.checks[index], Remade):
+                return self.redraw(index)
         return self.made(self.checks[index])
+
+    def redraw(self, index: int) -> Problem:
+        """A check of the same kind as a planned one, whose inputs no kernel has seen; that one where none is found."""
+        planned, again = self.checks[index], secrets.token_hex(16)
+        name = planned.input_distribution
+        if name in operator_of(planned.case).input_distributions:
+            return self.distributed(planned.case, name, again)
+        found = self.further(name, again)
+        return self.made(planned) if isinstance(found, str) else found
 
     def made(self, planned: Problem | Remade) -> Problem:
         """The same check with its tensors. Raises ValueError for one that cannot be made again."""
@@ -241,22 +257,32 @@ class ProblemSet:
         self.notes = [*self.notes, f"making a problem takes {seconds:.1f} s, so none is made for timing"]
         return 0
 
-    def make_stock(self) -> None:
-        """Make them, once: the first kernel that is to be timed waits for them, one that is wrong does not."""
+    def make_stock(self, *, checks: bool = True) -> None:
+        """Make them, once: the first kernel that is to be timed waits for them, one that is wrong does not.
+
+        With `checks`, redraw those that come among and after the timing.
+        """
         while len(self.stock) < self.stock_size:
             self.stock.append(self.novel())
-        if self.device == "cpu":
-            self.among = self.among or self.drawn_among()
+        if self.device == "cpu" and checks:
+            self.redraw_checks()
 
-    def drawn_among(self) -> list[Problem]:
-        """The checks of other distributions that are kept, or a few that are not: those of the case itself, since
-        a kernel knows another shape or option when it sees it."""
-        timed = {self.timed[0].input_distribution, PERTURBED}
-        others = [one for one in self.checks if one.case == self.case and one.input_distribution not in timed]
-        kept = [one for one in others if isinstance(one, Problem)]
-        remade = [one for one in others if isinstance(one, Remade)]
-        drawn = secrets.SystemRandom().sample(remade, min(len(remade), max(0, LEAST_AMONG - len(kept))))
-        return [*kept, *(self.made(one) for one in drawn)]
+    def redraw_checks(self) -> None:
+        """Choose what comes among timed pairs, and after them, for another kernel.
+
+        Among them come checks of the case itself with other distributions: a kernel knows another shape or option when
+        it sees it. Large ones do that were redrawn, since they are not kept.
+        """
+        untamed = [
+            place for place, one in enumerate(self.checks)
+            if one.case != self.case or one.input_distribution not in (self.timed[0].input_distribution, PERTURBED)
+        ]  # fmt: skip
+        among = [place for place in untamed if self.checks[place].case == self.case]
+        others = [place for place in untamed if place not in among]
+        large = [place for place in untamed if isinstance(self.checks[place], Remade)]
+        self.redrawn.draw(among, others, large, self.seconds)
+        here = [self.redrawn.checks.get(place, self.checks[place]) for place in among]
+        self.among = [one for one in here if isinstance(one, Problem)]
 
     def random(self, *purpose: object) -> torch.Generator:
         """The generator for a purpose, where the tensors lie."""

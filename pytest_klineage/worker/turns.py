@@ -11,13 +11,13 @@ import torch
 
 from pytest_klineage.worker.comparison import View
 from pytest_klineage.worker.problems import (
-    LEAST_AMONG,
     PERTURBED,
     Plain,
     Problem,
     ProblemSet,
     TransformedProblem,
 )
+from pytest_klineage.worker.redrawn import LEAST_AMONG
 from pytest_klineage.worker.rounds import WorkerHandle
 
 NOVEL_EVERY, NOVEL_EVERY_AT_FIRST, FIRST_NOVEL = 4, 2, 12
