@@ -37,7 +37,8 @@ pytest_add_cli_args_test_selection = {tests}
 PROFILE = """
 from hypothesis import HealthCheck, settings
 # mutmut runs the tests several times in one process, with other instances of a test's class.
-settings.register_profile("mutants", suppress_health_check=[HealthCheck.differing_executors], database=None)
+suppressed = [HealthCheck.too_slow, HealthCheck.differing_executors]
+settings.register_profile("mutants", settings.get_profile("same"), suppress_health_check=suppressed)
 settings.load_profile("mutants")
 """
 
@@ -51,7 +52,7 @@ def prepare(folder: Path, module: str, tests: list[str]) -> None:
             shutil.copytree(source, target, ignore=NEVER, dirs_exist_ok=True)
         else:
             shutil.copy2(source, target)
-    (folder / "conftest.py").write_text((ROOT / "conftest.py").read_text() + PROFILE)
+    (folder / "tests" / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text() + PROFILE)
     copied = [name for name in COPIED if name != "pytest_klineage"]
     text = CONFIGURATION.format(module=module, tests=json.dumps(tests), copied=json.dumps(copied))
     (folder / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text() + text)
