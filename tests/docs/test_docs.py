@@ -42,7 +42,7 @@ PYTHON = {"pytest": ["-m", "pytest"], "pytest-klineage": ["-m", "pytest_klineage
 TOOLS = ("git", "sed")
 QUICK = (
     "--klineage-time-limit=1.5 --klineage-precision=0.2 --klineage-seeds=1 --klineage-busy-limit=1 -p no:cacheprovider "
-    "--klineage-spread-limit=1e6"
+    "--klineage-spread-limit=1e6 --klineage-flush=1M"
 )
 """Examples are about what happens, not about precise figures."""
 EXAMPLE_LIMIT_S = 180

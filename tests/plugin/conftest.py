@@ -41,6 +41,7 @@ QUICK = (
     "--klineage-seeds=1",
     "--klineage-busy-limit=1",
     "--klineage-spread-limit=1e6",
+    "--klineage-flush=1M",
 )
 """Tests of the plugin need verdicts, not precise ones."""
 

@@ -69,6 +69,7 @@ COMMAND = (sys.executable, "-m", "pytest_klineage")
 OPTIONS = (
     "--klineage-platform=cpu", "--klineage-executor=batch:asked", "--klineage-time-limit=0.3",
     "--klineage-precision=0.5", "--klineage-seeds=1", "--klineage-busy-limit=1",
+    "--klineage-flush=1M",
 )  # fmt: skip
 JUDGE_LIMIT_S = 120.0
 

@@ -32,7 +32,9 @@ extern "C" int run(const klineage_call *call) {
     return 0;
 }
 """
-QUICK = {"time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0, "run_timeout_s": 2.0}
+QUICK = {
+    "time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0, "flush_bytes": 1 << 20, "run_timeout_s": 2.0,
+}  # fmt: skip
 CASE = make_case("gemm", (8, 8, 8), "fp32", "torch", at_least=1e-6)
 
 

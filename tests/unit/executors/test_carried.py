@@ -33,7 +33,9 @@ from pytest_klineage.references import functions
 from pytest_klineage.references.functions import named_file, reference_files
 
 Ask = Callable[..., JudgeRequest]
-QUICK = {"time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0, "spread_limit": 1e6}
+QUICK = {
+    "time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0, "spread_limit": 1e6, "flush_bytes": 1 << 20,
+}  # fmt: skip
 LIMIT_S = 120.0
 OPS = """
 from pytest_klineage import operator

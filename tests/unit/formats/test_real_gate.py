@@ -42,6 +42,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
         seeds=1,
         busy_limit=1.0,
         spread_limit=1e6,
+        flush_bytes=1 << 20,
         cache_dir=tmp_path_factory.mktemp("cache"),
     )
     with Gate("cpu", settings) as opened:

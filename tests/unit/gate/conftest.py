@@ -36,14 +36,19 @@ extern "C" int run(const klineage_call *call) {
 }
 """
 
+FLUSH_BYTES = 1 << 20
+"""What is written between two timed calls. All of the caches would leave a slow machine too few pairs."""
+
 
 @pytest.fixture(scope="session")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     """A gate that stops timing as soon as it may."""
     cache = tmp_path_factory.mktemp("cache")
-    with Gate(
-        "cpu", GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=2, cache_dir=cache)
-    ) as gate:
+    settings = GateSettings(
+        time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=2, flush_bytes=FLUSH_BYTES,
+        cache_dir=cache,
+    )  # fmt: skip
+    with Gate("cpu", settings) as gate:
         yield gate
 
 

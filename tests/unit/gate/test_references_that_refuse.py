@@ -63,6 +63,7 @@ def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
         busy_limit=1.0,
         spread_limit=1e6,
         seeds=2,
+        flush_bytes=1 << 20,
         cache_dir=tmp_path_factory.mktemp("cache"),
     )
     with pytest.MonkeyPatch.context() as patch, Gate("cpu", settings) as gate:

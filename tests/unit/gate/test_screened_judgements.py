@@ -114,7 +114,9 @@ def test_a_shared_reference_ends_before_others_start(gate: Gate, case: Case, cpp
 
 
 def test_a_closed_gate_keeps_nothing(case: Case, cpp: Cpp, tmp_path: Path) -> None:
-    settings = GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, cache_dir=tmp_path)
+    settings = GateSettings(
+        time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, flush_bytes=1 << 20, cache_dir=tmp_path
+    )
     with Gate("cpu", settings) as gate:
         gate.judge(case(), cpp(), screen_against=1e6)
         process, found = kept(gate), gate._context.shared._kept

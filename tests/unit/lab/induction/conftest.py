@@ -156,8 +156,9 @@ def real_judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     """The gate itself, in a hurry, which judges nothing twice: a kernel that was judged has that verdict again."""
     cache = tmp_path_factory.mktemp("cache")
     settings = GateSettings(
-        time_limit_s=0.1, precision=0.9, busy_limit=1.0, spread_limit=1e6, seeds=1, threads=1, cache_dir=cache
-    )
+        time_limit_s=0.1, precision=0.9, busy_limit=1.0, spread_limit=1e6, seeds=1, threads=1, flush_bytes=1 << 20,
+        cache_dir=cache,
+    )  # fmt: skip
     with Gate("cpu", settings) as gate:
         known: dict[tuple[str, str], Verdict] = {}
 

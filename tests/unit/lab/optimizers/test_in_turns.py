@@ -23,7 +23,7 @@ from pytest_klineage.lab.optimizers.session import Judge, OptimizationResult, op
 from pytest_klineage.lab.optimizers.task import Task
 from pytest_klineage.records import KernelCase, KernelSource, SourceFile, Surface, Verdict
 
-QUICK = {"time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0}
+QUICK = {"time_limit_s": 0.3, "precision": 0.5, "seeds": 1, "busy_limit": 1.0, "flush_bytes": 1 << 20}
 GEMM = """#include "klineage.h"
 extern "C" int run(const klineage_call *call) {
     const klineage_tensor &a = call->inputs[0], &b = call->inputs[1], &c = call->outputs[0];

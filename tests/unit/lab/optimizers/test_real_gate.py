@@ -66,8 +66,9 @@ FLAGS: -O3 -mavx2
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     cache = tmp_path_factory.mktemp("cache")
     settings = GateSettings(
-        time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=1, threads=1, cache_dir=cache
-    )
+        time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=1, threads=1, flush_bytes=1 << 20,
+        cache_dir=cache,
+    )  # fmt: skip
     with Gate("cpu", settings) as gate:
         yield gate
 

@@ -36,7 +36,9 @@ from pytest_klineage.records import (
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
     cache = tmp_path_factory.mktemp("cache")
-    settings = GateSettings(time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=1, cache_dir=cache)
+    settings = GateSettings(
+        time_limit_s=0.3, precision=0.3, busy_limit=1.0, spread_limit=1e6, seeds=1, flush_bytes=1 << 20, cache_dir=cache
+    )
     with Gate("cpu", settings) as gate:
         yield gate
 
