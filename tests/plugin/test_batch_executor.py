@@ -74,7 +74,9 @@ OPTIONS = (
 JUDGE_LIMIT_S = 120.0
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["here", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [pytest.param((), id="here"), pytest.param(("-n", "1"), id="xdist", marks=pytest.mark.nightly)]
+)
 def test_a_suite_goes_on_with_the_verdicts_that_came(
     pytester: pytest.Pytester, kernels: Path, workers: tuple[str, ...]
 ) -> None:
@@ -129,19 +131,19 @@ def test_a_failure_is_a_failure_though_something_waits(pytester: pytest.Pytester
 
 @pytest.mark.parametrize("value", ["remote", "batch", "batch:", "local:here", "ray:", "ray://", "ray://a/b"])
 def test_other_executors_are_refused(pytester: pytest.Pytester, value: str) -> None:
-    result = pytester.runpytest_subprocess(f"--klineage-executor={value}")
+    result = pytester.runpytest(f"--klineage-executor={value}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*is not one of: local, batch:DIR*"])
 
 
 def test_a_product_is_chosen_in_a_cluster_only(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess(*OPTIONS, "--klineage-gpu-product=H200")
+    result = pytester.runpytest(*OPTIONS, "--klineage-gpu-product=H200")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--klineage-gpu-product chooses among the nodes of --klineage-executor=ray"])
 
 
 def test_a_baseline_is_not_pinned_elsewhere(pytester: pytest.Pytester) -> None:
-    result = pytester.runpytest_subprocess(*OPTIONS, "--klineage-save=main")
+    result = pytester.runpytest(*OPTIONS, "--klineage-save=main")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--klineage-save judges more than once in one run: use it where the GPU is*"])
 

@@ -148,7 +148,10 @@ def test_without_nvcc_a_cuda_kernel_is_skipped(
 
 
 @needs_nvcc
-@pytest.mark.parametrize("platform", GPU_PLATFORMS)
+@pytest.mark.parametrize(
+    "platform",
+    [pytest.param(name, marks=(pytest.mark.nightly,) * (name not in ("sm90", "sm120"))) for name in GPU_PLATFORMS],
+)
 def test_a_cuda_kernel_is_built_without_a_device(pytester: pytest.Pytester, kernels: Path, platform: str) -> None:
     write(kernels, "fill.cu", arguments=", max_spills=0")
     options = (STAGE, f"--klineage-platform={platform}", "--klineage-json=out.json")

@@ -48,6 +48,7 @@ def test_each_worker_begins_with_a_gpu_of_its_own(two_gpus: Path, pytester: pyte
     result.stdout.fnmatch_lines([f"klineage: 2 workers on 2 GPUs: NVIDIA H200 {FIRST}, NVIDIA H200 {SECOND}"])
 
 
+@pytest.mark.nightly
 def test_more_workers_than_gpus_share_them(two_gpus: Path, pytester: pytest.Pytester) -> None:
     result = pytester.runpytest_subprocess("-n3", "--klineage-platform=sm90")
     assert devices(two_gpus) == {"gw0": FIRST, "gw1": SECOND, "gw2": FIRST}
@@ -87,11 +88,8 @@ def test_the_successor_of_a_crashed_worker_gets_its_gpu(two_gpus: Path, pytester
     assert {device for worker, device in seen.items() if worker != "gw0"} == {SECOND}
 
 
-@pytest.mark.parametrize("arguments", [(), ("--klineage-platform=cpu",)], ids=["not-used", "cpu"])
-def test_on_a_cpu_or_unused_nothing_is_handed_out(
-    two_gpus: Path, pytester: pytest.Pytester, arguments: tuple[str, ...]
-) -> None:
-    result = pytester.runpytest_subprocess("-n2", *arguments)
+def test_on_a_cpu_nothing_is_handed_out(two_gpus: Path, pytester: pytest.Pytester) -> None:
+    result = pytester.runpytest_subprocess("-n2", "--klineage-platform=cpu")
     result.assert_outcomes(passed=1)
     assert set(devices(two_gpus).values()) == {"unset"}
     result.stdout.no_fnmatch_line("*workers on*")
@@ -109,6 +107,7 @@ def test_without_workers_the_header_says_nothing_of_them(two_gpus: Path, pyteste
     result.stdout.no_fnmatch_line("*workers on*")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("absent", ["xdist", "terminal"])
 def test_other_plugins_may_be_absent(two_gpus: Path, pytester: pytest.Pytester, absent: str) -> None:
     result = pytester.runpytest_subprocess("-p", f"no:{absent}", "--klineage-platform=sm90")
@@ -166,7 +165,10 @@ def test_workers_are_counted(tx: Any, expected: int) -> None:
 
 def test_a_run_that_uses_nothing_asks_no_driver(two_gpus: Path, pytester: pytest.Pytester) -> None:
     (two_gpus / "pynvml.py").write_text(f"open({str(two_gpus / 'asked')!r}, 'w')\n")
-    pytester.runpytest_subprocess("-n2").assert_outcomes(passed=1)
+    result = pytester.runpytest_subprocess("-n2")
+    result.assert_outcomes(passed=1)
+    assert set(devices(two_gpus).values()) == {"unset"}
+    result.stdout.no_fnmatch_line("*workers on*")
     assert not (two_gpus / "asked").exists()
 
 

@@ -78,7 +78,10 @@ def interruptible(command: list[str], folder: Path, token: str) -> Iterator[subp
 @pytest.mark.parametrize(
     "workers", [pytest.param((), id="one-process"), pytest.param(("-n1",), id="xdist", marks=pytest.mark.nightly)]
 )
-@pytest.mark.parametrize("after_s", [0.05, 1.5], ids=["while-building", "while-running"])
+@pytest.mark.parametrize(
+    "after_s",
+    [pytest.param(0.05, id="while-building", marks=pytest.mark.nightly), pytest.param(1.5, id="while-running")],
+)
 def test_ctrl_c_leaves_records_and_no_processes(
     kernels: Path, pytester: pytest.Pytester, quick: tuple[str, ...], workers: tuple[str, ...], after_s: float
 ) -> None:

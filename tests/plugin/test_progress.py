@@ -78,7 +78,14 @@ def seen(text: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("verbose", [(), ("-v",), ("-s",)], ids=["plain", "verbose", "no-capture"])
+@pytest.mark.parametrize(
+    "verbose",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(("-v",), id="verbose", marks=pytest.mark.nightly),
+        pytest.param(("-s",), id="no-capture", marks=pytest.mark.nightly),
+    ],
+)
 def test_one_line_on_a_terminal_that_vanishes(slow_gate: Path, verbose: tuple[str, ...]) -> None:
     text = on_a_terminal(slow_gate, *verbose)
     assert "klineage gemm-8x8x8-fp32 fast: time 4" in text
@@ -96,7 +103,14 @@ def test_lines_now_and_then_elsewhere(slow_gate: Path, pytester: pytest.Pytester
     assert sum("klineage gemm-8x8x8-fp32 fast:" in line for line in result.outlines) == 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("--klineage-progress=off",), ("-n1", "--klineage-progress=on")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param((), id="short"),
+        pytest.param(("--klineage-progress=off",), id="off"),
+        pytest.param(("-n1", "--klineage-progress=on"), id="xdist", marks=pytest.mark.nightly),
+    ],
+)
 def test_short_work_and_workers_say_nothing(
     slow_gate: Path, pytester: pytest.Pytester, arguments: tuple[str, ...]
 ) -> None:

@@ -33,7 +33,7 @@ NIGHTLY = pytest.mark.nightly
         pytest.param("suites/admission/test_admission.py", "replayed_trial and weight", id="trials", marks=NIGHTLY),
         pytest.param("suites/admission/test_admission.py", "replayed_trial and cache", id="more-trials", marks=NIGHTLY),
         pytest.param("suites/lineage/test_induce.py", "replay and topk", id="lineage", marks=NIGHTLY),
-        pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or table", id="recovery"),
+        pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or table", id="recovery", marks=NIGHTLY),
         pytest.param("suites/ablations/test_roundtrip_recovery.py", "gdn-1", id="more-recovery", marks=NIGHTLY),
         pytest.param("suites/ablations/test_generated_only.py", "fmha-2 or table", id="without-cards", marks=NIGHTLY),
         pytest.param("suites/head_to_head", "accelopt-conv2d-2 or tables", id="head-to-head", marks=NIGHTLY),

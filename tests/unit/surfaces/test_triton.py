@@ -161,7 +161,13 @@ def test_an_entry_lists_its_files_where_they_are(tmp_path: Path) -> None:
 
 @needs_triton
 class TestRealBuilds:
-    @pytest.mark.parametrize("platform", GPU_PLATFORMS)
+    @pytest.mark.parametrize(
+        "platform",
+        [
+            pytest.param(name, marks=(pytest.mark.nightly,) * (name not in ("sm80", "sm90", "sm120")))
+            for name in GPU_PLATFORMS
+        ],
+    )
     def test_a_declared_kernel_is_compiled_without_a_gpu(self, platform: str, tmp_path: Path) -> None:
         built = build(source(), tmp_path, platform)
         (kernel,) = built.build.kernels
