@@ -40,7 +40,7 @@ calls = 0
 def run(a, b):
     global calls
     mine, calls = len(os.sched_getaffinity(0)), calls + 1
-    if mine != (1 if calls > 1 else os.cpu_count()):
+    if mine != (1 if calls > 1 else ALL):
         raise RuntimeError(f"{mine} processors in call {calls}")
     return a @ b
 """
@@ -103,7 +103,7 @@ def test_python_main_thread_is_bound_after_its_first_call(
 ) -> None:
     if binding_here(len(os.sched_getaffinity(0))).name != "by thread":
         pytest.skip("a place has two processors here")
-    verdict = judge(python(PYTHON), library=LibraryPolicy.ALLOW)
+    verdict = judge(python(PYTHON.replace("ALL", str(len(os.sched_getaffinity(0))))), library=LibraryPolicy.ALLOW)
     assert verdict.status is Status.ACCEPTED, verdict.reasons
 
 

@@ -120,7 +120,7 @@ class TestFailures:
     ) -> None:
         provider.json(provider.message(), delay_s=0.4)
         run = make_run()
-        with httpx.Client(timeout=0.1) as client, pytest.raises(httpx.ReadTimeout):
+        with httpx.Client(timeout=httpx.Timeout(10, read=0.1)) as client, pytest.raises(httpx.ReadTimeout):
             client.post(f"{run.url}/v1/messages", json=QUESTION, headers={"x-api-key": run.key})
         wait_for(lambda: bool(events(run, Answered)))
         assert run.budget.reserved_usd == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,9 +126,7 @@ while True:
         assert error.code == 402
         time.sleep(0.01)
 """
-        started = time.monotonic()
         run, outcome = optimize(program, limits=limits(budget_usd=0.002))
-        assert time.monotonic() - started < 10
         assert (outcome.stopped, outcome.best_speedup) == ("budget_exhausted", 1.5)
         assert outcome.spent_usd <= 0.002
         assert [stopped.reason for stopped in events(run, Stopped)] == ["budget_exhausted"]

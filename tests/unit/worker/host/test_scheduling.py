@@ -15,7 +15,8 @@ import pytest
 from pytest_klineage.worker.host.scheduling import waited_ns
 
 SECONDS = 1.0
-SPINS, SLEEPS = "while True: pass", "import time; time.sleep(60)"
+SPINS, SLEEPS = "while True: pass", "time.sleep(60)"
+BEGINS = "import os, time; os.sched_setaffinity(0, {{{core}}}); print('ready', flush=True)\n"
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/schedstat").is_file(), reason="this system keeps no account of waiting"
@@ -24,18 +25,22 @@ pytestmark = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def pinned(*programs: str) -> Iterator[list[int]]:
-    """Python programs that share one processor."""
-    core = min(os.sched_getaffinity(0))
+    """Python programs that share one processor, and have begun."""
+    begins = BEGINS.format(core=min(os.sched_getaffinity(0)))
     started = [
-        subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{core}}})\n{program}"])
+        subprocess.Popen([sys.executable, "-c", begins + program], stdout=subprocess.PIPE, text=True)
         for program in programs
     ]
     try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
         yield [process.pid for process in started]
     finally:
         for process in started:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 def waits(pid: int) -> int:
@@ -47,13 +52,11 @@ def waits(pid: int) -> int:
 
 def test_two_that_share_a_processor_wait_for_one_another() -> None:
     with pinned(SPINS, SPINS) as (one, _other):
-        time.sleep(0.2)
         assert waits(one) > 0.2 * SECONDS * 1e9
 
 
 def test_one_that_sleeps_waits_for_nothing() -> None:
     with pinned(SLEEPS, SPINS) as (sleeper, _other):
-        time.sleep(1.0)
         assert waits(sleeper) < 0.05 * SECONDS * 1e9
 
 
