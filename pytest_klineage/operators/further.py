@@ -159,7 +159,7 @@ def rounds_nothing(operator: DefinedOperator, case: KernelCase) -> bool:
 def allow_one_sided(operator: DefinedOperator, case: KernelCase, expected: Expected) -> None:
     """Let a kernel err by a float32's rounding per element of the longest axis: adding one number n times may.
 
-    Where it may not err at all, nothing is added.
+    Where it may not err, nothing is added.
     """
     signature = operator.signature(case)
     terms = max(size for spec in signature.inputs for size in (spec.shape[1:] or spec.shape or (1,)))

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout, KernelFiles
+from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
+from pytest_klineage.plugin.comparison.kernel_files import KernelFiles
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 

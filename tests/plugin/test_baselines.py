@@ -127,11 +127,15 @@ def pinned(suite: Path) -> Path:
     return suite / "results" / "baselines" / "cpu" / "pretended-cpu" / "main.json"
 
 
-def outcomes(suite: Path) -> dict[str, ComparisonOutcome]:
+def found_by(suite: Path) -> dict[str, Comparison]:
     """What the newest run found, by test."""
     path = max(suite.glob("results/runs/*/comparisons.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     found = [from_json(line, Comparison) for line in path.read_bytes().splitlines()]
-    return {comparison.nodeid.partition("::")[2]: comparison.outcome for comparison in found}
+    return {comparison.nodeid.partition("::")[2]: comparison for comparison in found}
+
+
+def outcomes(suite: Path) -> dict[str, ComparisonOutcome]:
+    return {name: comparison.outcome for name, comparison in found_by(suite).items()}
 
 
 def test_a_run_is_pinned_and_the_next_one_is_as_before(
@@ -367,9 +371,7 @@ def test_changed_kernels_are_judged_against_the_base(
 
 def judgements(suite: Path) -> dict[str, int]:
     """How often the newest run judged each kernel against its base."""
-    path = max(suite.glob("results/runs/*/comparisons.jsonl"), key=lambda path: path.stat().st_mtime_ns)
-    found = [from_json(line, Comparison) for line in path.read_bytes().splitlines()]
-    return {one.nodeid.partition("::")[2]: len(one.more) + (one.verdict is not None) for one in found}
+    return {name: len(one.more) + (one.verdict is not None) for name, one in found_by(suite).items()}
 
 
 def test_a_change_against_the_base_needs_two_judgements(suite: Path, pytester: pytest.Pytester) -> None:
@@ -397,6 +399,34 @@ def test_a_faster_kernel_a_new_one_and_a_base_that_is_broken(suite: Path, pytest
     (suite / "base" / "one.cpp").unlink()
     pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=2)
     assert outcomes(suite)["test_one"] is ComparisonOutcome.NEW
+
+
+def test_a_test_that_names_another_kernel_is_said(suite: Path, pytester: pytest.Pytester) -> None:
+    write(suite / "base", one="accepted.faster 4.0", two="accepted.faster 1.0")
+    (suite / "base" / "test_kernels.py").write_text(SUITE.replace('"two.cpp"', '"none.cpp"'))
+    pytester.makepyfile(test_kernels=SUITE.replace('"one.cpp"', '"two.cpp"'))
+    result = pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py")
+    result.assert_outcomes(passed=1, failed=1)
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER, "test_two": ComparisonOutcome.FASTER}
+    said = found_by(suite)
+    assert said["test_one"].message.endswith("; compared with one.cpp, which the base's test names")
+    assert said["test_two"].message.endswith("; the test has changed: in the base it does not name this file")
+
+
+def test_an_old_file_in_a_changed_test_is_not_unchanged(suite: Path, pytester: pytest.Pytester) -> None:
+    write(suite / "base")
+    (suite / "base" / "test_kernels.py").write_text(SUITE.replace('"two.cpp"', '"none.cpp"'))
+    pytester.runpytest("--klineage-base=base", FAIL, "test_kernels.py").assert_outcomes(passed=2)
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.UNCHANGED, "test_two": ComparisonOutcome.NO_SOURCE}
+
+
+def test_a_link_in_the_place_of_a_kernel_is_said(suite: Path, pytester: pytest.Pytester) -> None:
+    write(suite / "base", one="accepted.faster 4.0")
+    (suite / "one.cpp").unlink()
+    (suite / "one.cpp").symlink_to("two.cpp")
+    pytester.runpytest("--klineage-base=base", "-k", "test_one", "test_kernels.py")
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER}
+    assert found_by(suite)["test_one"].message.endswith("; one.cpp is a link, which it is not in the base")
 
 
 def test_a_kernel_that_is_wrong_is_not_judged_twice(suite: Path, pytester: pytest.Pytester) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pytest_klineage.errors import KlineageError, MissingDependency, UsageError
 from pytest_klineage.plugin.comparison.against_pins import beside_no_timing
 from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
+from pytest_klineage.plugin.comparison.base_tests import named_instead
 from pytest_klineage.plugin.comparison.pooling import compare_judged
 from pytest_klineage.records import KernelCase, KernelSource, Verdict
 from pytest_klineage.records.baseline import Comparison, ComparisonOutcome, placed
@@ -45,6 +46,8 @@ class AgainstBase:
                 # A fault of ours is no finding about the kernel, and must not pass for one.
                 pytest.fail(f"klineage: the comparison with the base failed: {error}", pytrace=False)
             else:
+                said = "; ".join((made.message, *self._notes(item, paths)))
+                made = msgspec.structs.replace(made, message=said)
                 return placed(made, *self._location(item, source, paths))
         return finding(item.nodeid, verdict, "base", self._margin, outcome, message)
 
@@ -75,12 +78,34 @@ class AgainstBase:
         if not verdict.scored:
             return ComparisonOutcome.SKIPPED, f"it was not timed itself: {verdict.code.value}"
         try:
-            older = self._base.base_kernel(source, item.path.parent, paths)
+            instead, _ = self._named_instead(item, paths)
+            older = self._base.base_kernel(source, item.path.parent, paths, instead)
         except UsageError as error:
             return ComparisonOutcome.NO_SOURCE, str(error)
         if older is None:
             return ComparisonOutcome.NEW, "the base has no such kernel"
-        return (ComparisonOutcome.UNCHANGED, "the base has the same source") if older.digest == source.digest else older
+        if older.digest != source.digest:
+            return older
+        if (notes := self._notes(item, paths)) and instead is None:
+            return ComparisonOutcome.NO_SOURCE, f"the base has the same source; {'; '.join(notes)}"
+        return ComparisonOutcome.UNCHANGED, "the base has the same source"
+
+    def _named_instead(self, item: pytest.Item, paths: tuple[Path, ...]) -> tuple[Path | None, bool]:
+        """The kernel that the base's own test names, where it is another one, and whether it names this one."""
+        names = [one.name.partition("[")[0] for one in item.listchain() if isinstance(one, pytest.Class | pytest.Item)]
+        return named_instead(paths[0], item.path, self._base.in_base(item.path), names) if paths else (None, True)
+
+    def _notes(self, item: pytest.Item, paths: tuple[Path, ...]) -> list[str]:
+        """What is odd about the choice of the base's file."""
+        instead, named = self._named_instead(item, paths)
+        links = [path.name for path in paths if self._base.became_a_link(path)]
+        found = [f"{name} is a link, which it is not in the base" for name in links]
+        if instead is not None:
+            where = instead.resolve().relative_to(self._base.base)
+            found.append(f"compared with {where}, which the base's test names")
+        elif not named:
+            found.append("the test has changed: in the base it does not name this file")
+        return found
 
     def _location(self, item: pytest.Item, source: KernelSource, paths: tuple[Path, ...]) -> tuple[str, int | None]:
         """The kernel's own file, or the test where it lies outside of pytest's root directory."""

@@ -9,64 +9,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
-from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
 
 from pytest_klineage.errors import UsageError
+from pytest_klineage.plugin.comparison.imports import changed_imports
+from pytest_klineage.plugin.comparison.kernel_files import KernelFiles, read_text
 from pytest_klineage.records import KernelSource, SourceFile
-
-PASSED_OVER = frozenset({"__pycache__", "node_modules"})
-"""Folders without kernels of the project's own; those with a dot in front and virtual environments are others."""
 
 NAMED = re.compile(r'^[ \t]*(?:#[ \t]*include[ \t]*"([^"/\n]+)"|(?:from|import)[ \t]+\.?(\w+))', re.MULTILINE)
 """A file that another one names: in C++ with its suffix, in Python without."""
 
 ALIKE = 0.5
 """Share of lines that a renamed file has kept at least; git's own limit for a rename."""
-
-
-class KernelFiles:
-    """The files of a tree by name, read once, on first use."""
-
-    def __init__(self, root: Path, without: Path | None = None) -> None:
-        self.root = root
-        self._without = without
-
-    @cached_property
-    def _by_name(self) -> dict[str, list[Path]]:
-        found: dict[str, list[Path]] = {}
-        for path in self._files():
-            found.setdefault(path.name, []).append(path)
-        return found
-
-    def _files(self) -> Iterator[Path]:
-        for folder, folders, names in os.walk(self.root):
-            here = Path(folder)
-            folders[:] = sorted(name for name in folders if self._enters(here / name))
-            yield from (here / name for name in sorted(names))
-
-    def _enters(self, folder: Path) -> bool:
-        skipped = folder.name.startswith(".") or folder.name in PASSED_OVER or folder == self._without
-        return not skipped and not (folder / "pyvenv.cfg").exists()
-
-    def locate(self, file: SourceFile, near: Path) -> Path | None:
-        """Where a kernel's file lies; ties resolve to the path closest to the folder `near`. None if not found."""
-        return next(iter(self.places(file, near)), None)
-
-    def gone(self, other: Path, suffix: str) -> list[Path]:
-        """The files with that suffix whose place in another tree is empty."""
-        named = (path for name, paths in self._by_name.items() if Path(name).suffix == suffix for path in paths)
-        return [path for path in named if not (other / path.relative_to(self.root)).exists()]
-
-    def places(self, file: SourceFile, near: Path) -> list[Path]:
-        """Every file of this name and text, the closest to the folder `near` first."""
-        same = [path for path in self._by_name.get(file.name, ()) if _text(path) == file.text]
-        return sorted(same, key=lambda path: (-_shared(path, near), str(path)))
 
 
 class BaseCheckout:
@@ -82,24 +41,51 @@ class BaseCheckout:
         self.files = KernelFiles(head, without=self.base)
         self._older_files = KernelFiles(self.base)
 
-    def base_kernel(self, source: KernelSource, near: Path, at: Sequence[Path] = ()) -> KernelSource | None:
+    def base_kernel(
+        self, source: KernelSource, near: Path, at: Sequence[Path] = (), instead: Path | None = None
+    ) -> KernelSource | None:
         """The base's version of a kernel, with the head's entry and flags; None when the base has no such file.
 
-        The kernel's files lie at `at`, where that is known, in the source's order. Raises UsageError when the kernel
-        has no file in the head, when it may be any of several of the base, or the base's cannot be read.
+        The kernel's files lie at `at`, where that is known, in the source's order; `instead` is the base's file in the
+        place of the first. Raises UsageError when the kernel has no file in the head, when it may be any of several of
+        the base, the base's cannot be read, or only what it imports has changed and cannot be laid beside it.
         """
         if source.main is None:
             raise UsageError("an installed module has no file that the base could have another version of")
-        paths = [self._older(file, near, path) for file, path in zip_longest(source.files, at)]
+        first, *others = zip_longest(source.files, at)
+        paths = [instead or self._older(*first, near), *(self._older(*one, near) for one in others)]
         if paths[0] is None:
             return None
         files = [read(path) for path in paths if path is not None]
         older = msgspec.structs.replace(source, files=tuple(files))
-        if older.digest == source.digest:
-            return older
-        return msgspec.structs.replace(older, files=(*files, *named_beside([path for path in paths if path])))
+        unchanged = older.digest == source.digest
+        beside = [] if unchanged else named_beside([path for path in paths if path])
+        names = {file.name for file in (*files, *beside)}
+        where = [self._folder(file, path, near) for file, path in zip_longest(source.files, at)]
+        more = [file for file in self._older_imports(source, where, strict=unchanged) if file.name not in names]
+        return msgspec.structs.replace(older, files=(*files, *beside, *more))
 
-    def _older(self, file: SourceFile, near: Path, at: Path | None) -> Path | None:
+    def _folder(self, file: SourceFile, at: Path | None, near: Path) -> Path | None:
+        """The folder of one of a kernel's files, where that is known."""
+        path = at or self.files.locate(file, near)
+        return path.resolve().parent if path else None
+
+    def _older_imports(self, source: KernelSource, folders: Sequence[Path | None], *, strict: bool) -> list[SourceFile]:
+        """The base's versions of what a kernel imports and that has changed, where these can lie beside it.
+
+        Raises UsageError for others where nothing else has changed, when `strict`: nothing would be compared.
+        """
+        changed = changed_imports(source.files, folders, self.files, self.base)
+        alone = [path for path in changed if self._is_alone(path)]
+        if strict and (others := [str(path.relative_to(self.files.root)) for path in changed if path not in alone]):
+            raise UsageError(f"what it imports has changed, and both would import the head's: {', '.join(others)}")
+        return [read(older) for path in alone if (older := self.base / path.relative_to(self.files.root)).is_file()]
+
+    def _is_alone(self, path: Path) -> bool:
+        """Whether a file is imported by its name alone, and none other has it."""
+        return not (path.parent / "__init__.py").is_file() and len(self.files.ending_with(path.name)) == 1
+
+    def _older(self, file: SourceFile, at: Path | None, near: Path) -> Path | None:
         if at is not None and (own := self._at_the_same_place(at)) is not None:
             return own
         places = self.files.places(file, near)
@@ -107,7 +93,7 @@ class BaseCheckout:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
         # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
         there = [older for path in places if (older := self._at_the_same_place(path)) is not None]
-        if len({_text(path) for path in there}) > 1:
+        if len({read_text(path) for path in there}) > 1:
             # The text of a changed kernel may have been written over another one of its name, which was slower.
             names = ", ".join(str(path.relative_to(self.base)) for path in there)
             raise UsageError(f"{file.name} has the text of several files, which differ in the base: {names}")
@@ -115,17 +101,23 @@ class BaseCheckout:
 
     def _at_the_same_place(self, path: Path) -> Path | None:
         """The base's file at the place of one of the head's, if it has one."""
-        resolved = path.resolve()
-        if not resolved.is_relative_to(self.files.root):
-            return None
-        there = self.base / resolved.relative_to(self.files.root)
-        return there if there.is_file() else None
+        there = (self.base / place for place in places_of(path, self.files.root))
+        return next((path for path in there if path.is_file()), None)
+
+    def became_a_link(self, path: Path) -> bool:
+        """Whether one of the head's files is a link, and the base's at its place a file."""
+        older = self.in_base(path)
+        return path.is_symlink() and older.is_file() and not older.is_symlink()
+
+    def in_base(self, path: Path) -> Path:
+        """Where the base has a file of the head, if it has it."""
+        return next((self.base / place for place in places_of(path, self.files.root)), self.base / path.name)
 
     def _renamed(self, file: SourceFile) -> Path | None:
         """What the head's file was called in the base, if anything; the most alike, then the first by name."""
         lines = file.text.splitlines()
         gone = sorted(self._older_files.gone(self.files.root, Path(file.name).suffix))
-        found = [(alike(lines, _text(path) or ""), path) for path in gone]
+        found = [(alike(lines, read_text(path) or ""), path) for path in gone]
         share, path = max(found, key=lambda one: one[0], default=(0.0, None))
         return path if share >= ALIKE else None
 
@@ -168,14 +160,10 @@ def tree_of(root: Path, base: Path) -> Path:
     return root
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _shared(path: Path, near: Path) -> int:
-    """How many folders two paths have in common, from the top."""
-    pairs = zip(path.parent.parts, near.parts, strict=False)
-    return next((index for index, (one, other) in enumerate(pairs) if one != other), len(near.parts))
+def places_of(path: Path, root: Path) -> list[Path]:
+    """Where a file lies in a tree: as its path is written, then where links lead. Empty outside of it."""
+    written, resolved = Path(os.path.abspath(path)), path.resolve()
+    found = []
+    if written.exists() and written.samefile(path):
+        found = [written.relative_to(folder) for folder in written.parents if folder.resolve() == root]
+    return [*found, *([resolved.relative_to(root)] if resolved.is_relative_to(root) else [])]
