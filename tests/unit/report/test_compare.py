@@ -174,16 +174,6 @@ def test_the_interval_is_that_of_the_gate(starts: int, each: int) -> None:
     assert found == pytest.approx((gates.low, gates.estimate, gates.high), rel=1e-9)
 
 
-def test_runs_of_three_starts_raise_few_false_alarms() -> None:
-    """What a long kernel on a GPU has: three starts of six pairs."""
-    draw = random.Random(20261130)
-    short = [
-        change_interval(noisy(1.3, draw, starts=3, each=6), noisy(1.3, draw, starts=3, each=6), resamples=RESAMPLES)
-        for _ in range(200)
-    ]
-    assert sum(change.low <= 1 <= change.high for change in short) >= 184
-
-
 def test_unpaired_policies_are_those_of_the_gate() -> None:
     assert {name for name, policy in POLICIES.items() if not isinstance(policy, Paired)} == UNPAIRED
 
