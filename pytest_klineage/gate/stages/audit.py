@@ -52,8 +52,9 @@ LITERAL_OR_COMMENT = re.compile(
 """Literals, and comments: in a string `//` begins no comment."""
 PATCHED_MODULES = frozenset({"torch", "time", "statistics", "sys", "os", "builtins", "ctypes", "gc"})
 HARNESS = "pytest_klineage"
-COMPUTING = frozenset({"numpy", "scipy", "numexpr", "pandas"})
-"""Packages with loops of their own, which no trap tells from the kernel's: see docs/concepts/honest-limits.md."""
+COMPUTING = frozenset({"numpy", "scipy", "numexpr", "pandas", "mpmath", "sympy", "networkx", "gmpy2", "_hashlib"})
+"""Packages with loops of their own, in Python or compiled, which no trap tells from the kernel's: see
+docs/concepts/honest-limits.md."""
 INSPECTION = frozenset({"_getframe", "get_objects", "get_referrers", "currentframe", "settrace", "setprofile"})
 
 

@@ -19,9 +19,9 @@ SMALLEST_GROUP = 0.1
 """Share of the samples that a group has at least."""
 HOPELESS = 0.5
 """Share of the required speedup below which a kernel fails whatever disturbed its timing."""
-SLOW, UNLIKELY = 3.0, 1e-3
-"""A sample, of a call or on a GPU of a block of them, is slow that takes longer than so many medians of its side; and
-how unlikely it is that so many more of the candidate's are, where that counts."""
+SLOW, UNLIKELY = (3.0, 2.0), 1e-3
+"""A sample, of a call or on a GPU of a block of them, is slow that takes longer than so many medians of its side, the
+first of these by which some are the candidate's own; and how unlikely it is that so many more of its samples are."""
 
 
 class Groups(msgspec.Struct, frozen=True):
@@ -76,6 +76,8 @@ def clearly_fails(high: float, best: float, at_least: float) -> bool:
 class SlowCalls(msgspec.Struct, frozen=True):
     """Samples of the candidate that take much longer than most, and what the speedup is with them."""
 
+    medians: float
+    """How many medians they all exceed."""
     count: int
     samples: int
     by_sums: float
@@ -83,24 +85,29 @@ class SlowCalls(msgspec.Struct, frozen=True):
 
 
 def own_slow_calls(samples: Samples) -> SlowCalls | None:
-    """The candidate's slow calls, where they are its own; None where they may be the machine's.
+    """The candidate's slow calls, where they are its own; None where they may be the machine's."""
+    return next((found for medians in SLOW if (found := calls_beyond(samples, medians))), None)
+
+
+def calls_beyond(samples: Samples, medians: float) -> SlowCalls | None:
+    """Those of more than so many medians, where they are the candidate's own.
 
     More of its calls than of the reference's are slow, in medians of each side. And more last longer by half as much
     as its slow ones do in the median: what the machine adds to a short call it adds to a long one as well.
     """
     reference, candidate = samples.reference, samples.candidate
     middle, usual = median(candidate), median(reference)
-    slow = [value - middle for value in candidate if value > SLOW * middle]
+    slow = [value - middle for value in candidate if value > medians * middle]
     if not slow:
         return None
     longer = median(slow) / 2
     counts = (
-        (len(slow), sum(value > SLOW * usual for value in reference)),
+        (len(slow), sum(value > medians * usual for value in reference)),
         (sum(value - middle > longer for value in candidate), sum(value - usual > longer for value in reference)),
     )
     if max(chance_of_as_many(own, len(candidate), other, len(reference)) for own, other in counts) >= UNLIKELY:
         return None
-    return SlowCalls(len(slow), len(candidate), fmean(reference) / fmean(candidate))
+    return SlowCalls(medians, len(slow), len(candidate), fmean(reference) / fmean(candidate))
 
 
 def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: float, limit: float) -> Reason:
@@ -134,8 +141,8 @@ def steady_reason(timed: Reason, samples: Samples, *, at_least: float, line: flo
 def by_sums_reason(timed: Reason, slow: SlowCalls, line: float) -> Reason:
     """Why a kernel that its median would accept is not."""
     message = (
-        f"{slow.count} of {slow.samples} samples of the candidate took over {SLOW:g} times its median, far more than "
-        f"of the reference: {slow.by_sums:.3g}x by the means of all samples, below {line:.3g}x; measured: "
+        f"{slow.count} of {slow.samples} samples of the candidate took over {slow.medians:g} times its median, far "
+        f"more than of the reference: {slow.by_sums:.3g}x by the means of all samples, below {line:.3g}x; measured: "
         f"{timed.message}"
     )
     evidence = {**timed.evidence, "unstable": "candidate", "slow_calls": slow.count, "by_sums": slow.by_sums}

@@ -183,7 +183,8 @@ def test_a_source_without_files_has_no_findings() -> None:
         ("import numpy", ["numpy"]),
         ("import numpy.linalg as la, pandas", ["numpy", "pandas"]),
         ("def run(a):\n    from scipy import signal", ["scipy"]),
-        ("import torch, math", []),
+        ("from mpmath import fp", ["mpmath"]),
+        ("import torch, math, hashlib", []),
         ("from .numpy import product", []),
         ("import numpydoc", []),
     ],
@@ -191,4 +192,6 @@ def test_a_source_without_files_has_no_findings() -> None:
 def test_a_package_that_could_do_the_work_is_noted(text: str, noted: list[str]) -> None:
     found = audit(python(text))
     assert found.reasons == ()
-    assert [name for note in found.notes for name in ("numpy", "pandas", "scipy") if f" {name} " in note] == noted
+    assert [
+        name for note in found.notes for name in ("numpy", "pandas", "scipy", "mpmath") if f" {name} " in note
+    ] == noted

@@ -167,6 +167,11 @@ class TestRareSlowCalls:
         assert judged(2.2, 2.4, reference=self.STEADY, candidate=rare).code is Code.ACCEPTED_FASTER
         assert judged(2.2, 2.4, at_least=2.0, reference=self.STEADY, candidate=rare).code is Code.INCONCLUSIVE_UNSTABLE
 
+    def test_so_do_calls_of_less_than_three_medians(self) -> None:
+        later = [2.7 * value if n % 8 == 5 else value for n, value in enumerate(self.FAST)]
+        assert judged(2.2, 2.4, at_least=2.3, reference=self.STEADY, candidate=later).code is Code.INCONCLUSIVE_UNSTABLE
+        assert judged(2.2, 2.4, at_least=1.9, reference=self.STEADY, candidate=later).code is Code.ACCEPTED_FASTER
+
     def test_nor_do_so_few_that_they_may_be_chance(self) -> None:
         few = [600.0 if n in (7, 90, 200) else value for n, value in enumerate(self.FAST)]
         assert judged(2.2, 2.4, reference=self.STEADY, candidate=few).code is Code.ACCEPTED_FASTER
