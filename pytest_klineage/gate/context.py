@@ -249,10 +249,10 @@ class JudgementContext:
         slow = role == "reference" and tunes
         deadline = max(self.settings.load_timeout_s, REFERENCE_LOAD_S) if slow else self.settings.load_timeout_s
         with self.waiting_for(role):
-            answer = self.processes.ask_oracle(
-                Attach(role=role, deadline_s=deadline, read_only=self.cannot_write(role)), Attached,
-                deadline + CALL_SLACK_S, fds,
+            request = Attach(
+                role=role, deadline_s=deadline, read_only=self.cannot_write(role), unreadable=self.cannot_read_on(role)
             )  # fmt: skip
+            answer = self.processes.ask_oracle(request, Attached, deadline + CALL_SLACK_S, fds)
         worker.oracle_end.close()
         if isinstance(answer, WorkerFailure):
             raise self.failed(answer)
@@ -263,6 +263,11 @@ class JudgementContext:
         on a CPU."""
         native = role == "candidate" and self.jobs[role][0].surface == Surface.CPP
         return native and "input_integrity" in self.settings.defences
+
+    def cannot_read_on(self, role: str) -> bool:
+        """Whether a worker is not to read what lies behind its inputs: a native candidate on a CPU."""
+        native = role != "reference" and self.jobs[role][0].surface == Surface.CPP
+        return native and "guard_bands" in self.settings.defences
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:

@@ -59,6 +59,8 @@ class Map(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     arena: Arena
     read_only: tuple[tuple[int, int], ...] = ()
     """Where pages of a second file, which can only be read, lie in the place of the first one's."""
+    unreadable: tuple[tuple[int, int], ...] = ()
+    """Where pages lie that the kernel is not to read."""
 
 
 class RunKernel(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -229,6 +231,8 @@ class Attach(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     deadline_s: float
     read_only: bool = False
     """Whether its inputs are mapped for reading alone."""
+    unreadable: bool = False
+    """Whether, in one of two places, it cannot read on after an input's end."""
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -134,20 +134,22 @@ class Oracle:
         channel = Channel.from_fd(self.channel.take_fd(), max_frame_bytes=CANDIDATE_FRAME_BYTES)
         self.detach(Detach(role=request.role))
         signatures = [operator_of(case).signature(case) for case in self.turns.problem_set().layouts()]
-        handle, arenas = self.make_handle(request.role, channel, signatures, read_only=request.read_only)
+        handle, arenas = self.make_handle(request, channel, signatures)
         self.turns.handles[request.role] = handle
         return handle.attach(arenas, request.deadline_s)
 
     def make_handle(
-        self, role: str, channel: Channel, signatures: list[Signature], *, read_only: bool
+        self, request: Attach, channel: Channel, signatures: list[Signature]
     ) -> tuple[WorkerHandle, Sequence[OracleArena]]:
         """A player for a worker, and an arena for each shape, in the memory where the kernel works."""
         if self.blocks is None:
-            return WorkerHandle(role, channel), [SharedArena(one, read_only=read_only) for one in signatures]
+            return WorkerHandle(request.role, channel), [
+                SharedArena(one, read_only=request.read_only, unreadable=request.unreadable) for one in signatures
+            ]
         from pytest_klineage.worker.device.arena import LEAST_SLOTS, DeviceArena
         from pytest_klineage.worker.device.rounds import DeviceWorkerHandle
 
-        handle = DeviceWorkerHandle(role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
+        handle = DeviceWorkerHandle(request.role, channel, self.blocks.settle_ns, self.blocks.host_bound_ns)
         handle.flush = self.blocks.flush(self.flush_bytes)
         # What torch keeps for later is missing for the driver's own allocations, and for the workers'.
         torch.cuda.empty_cache()

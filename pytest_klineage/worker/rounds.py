@@ -131,7 +131,8 @@ class WorkerHandle:
         if self.stopper is None:
             raise WorkerProblem(Reason(code=Code.FORGED_REPLY, message=NO_SENDER), role=self.role)
         for arena in arenas:
-            self._send(Map(arena=arena.arena, read_only=arena.read_only), arena.fds)
+            request = Map(arena=arena.arena, read_only=arena.read_only, unreadable=arena.unreadable)
+            self._send(request, arena.fds)
             arena.worker_address = self._receive(Mapped, deadline_s, Code.TIMEOUT_LOAD).address
         read_only = bool(arenas) and all(arena.read_only for arena in arenas)
         return Attached(containment=answer.containment, settings=answer.settings, read_only=read_only)

@@ -17,7 +17,7 @@ from pytest_klineage.records import DTYPES, Arena, Placement, Signature, Slot, T
 from pytest_klineage.surfaces.base import MappedMemory, Memory
 from pytest_klineage.surfaces.python import tensor_view
 from pytest_klineage.worker.host.digest import output_digest
-from pytest_klineage.worker.host.read_only import input_pages, sealed_file
+from pytest_klineage.worker.host.read_only import input_pages, pages_behind, sealed_file
 
 if TYPE_CHECKING:
     import torch
@@ -49,27 +49,36 @@ def remembered_calls(arena: Arena) -> int:
     return max(REMEMBERED_CALLS, min(MOST_REMEMBERED, REMEMBERED_BYTES // max(1, num_bytes)))
 
 
-def plan(signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignment: int = ALIGNMENT) -> Arena:
-    """Lay out the slots one after another, every tensor between two guard bands."""
+def plan(
+    signature: Signature, shift: int = 0, *, num_slots: int = SLOTS, alignment: int = ALIGNMENT, page: int = 1
+) -> Arena:  # fmt: skip
+    """Lay out the slots one after another, every tensor between two guard bands. With a size of pages, the first slot's
+    inputs end with one, but for less than an alignment."""
     cursor, slots = GUARD_BYTES, []
     for index in range(num_slots):
         cursor += shift + index * SKEW_BYTES
         placed: list[tuple[Placement, ...]] = []
         known: dict[str, Placement] = {}
-        for specs in (signature.inputs, signature.outputs):
+        for specs, unit in ((signature.inputs, page if index == 0 else 1), (signature.outputs, 1)):
             group = []
             for spec in specs:
                 if spec.name in known:
                     group.append(known[spec.name])
                     continue
                 num_bytes = spec.num_elements * DTYPES[spec.dtype]
-                cursor = -(-cursor // alignment) * alignment
+                room = up(num_bytes, alignment)
+                cursor = up(up(cursor, alignment) + room, unit) - room
                 known[spec.name] = Placement(spec=spec, offset=cursor, num_bytes=num_bytes)
                 group.append(known[spec.name])
                 cursor += num_bytes + 2 * GUARD_BYTES
             placed.append(tuple(group))
         slots.append(Slot(inputs=placed[0], outputs=placed[1]))
     return Arena(num_bytes=cursor + GUARD_BYTES, guard_bytes=GUARD_BYTES, slots=tuple(slots), scalars=signature.scalars)
+
+
+def up(size: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-size // unit) * unit
 
 
 def views_of(memory: MappedMemory, arena: Arena) -> list[dict[str, torch.Tensor]]:
@@ -89,6 +98,8 @@ class OracleArena(ABC):
     """What a worker maps: all of it, then the inputs, where those are for reading alone."""
     read_only: tuple[tuple[int, int], ...] = ()
     """The pages of those, see `read_only`."""
+    unreadable: tuple[tuple[int, int], ...] = ()
+    """Pages that a worker is not to read, see `read_only`."""
     worker_address = 0
     copy_ns = 0
     """Time to copy all outputs once into fresh memory."""
@@ -121,9 +132,11 @@ class OracleArena(ABC):
 class SharedArena(OracleArena):
     """The oracle's side of one arena in host memory."""
 
-    def __init__(self, signature: Signature, *, read_only: bool = False) -> None:
-        """With `read_only`, a worker can map inputs for reading alone."""
-        self.arena = plan(signature)
+    def __init__(self, signature: Signature, *, read_only: bool = False, unreadable: bool = False) -> None:
+        """With `read_only`, a worker can map inputs for reading alone; with `unreadable`, it cannot read on after those
+        of the first slot."""
+        self.arena = plan(signature, page=mmap.PAGESIZE if mmap.PAGESIZE <= GUARD_BYTES else 1)
+        self.unreadable = tuple(pages_behind(self.arena)) if unreadable else ()
         self.fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.arena.num_bytes)
         # A process that made it smaller would end this one at its next access.

@@ -27,7 +27,7 @@ from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, Me
 from pytest_klineage.worker.failures import describe
 from pytest_klineage.worker.host.digest import output_digest
 from pytest_klineage.worker.host.float_control import FloatControl
-from pytest_klineage.worker.host.read_only import keep_for_reading
+from pytest_klineage.worker.host.read_only import forbid_reading, keep_for_reading
 
 REFUSED_SHOWN = 8
 """Refused operators that an answer names."""
@@ -42,7 +42,9 @@ class Mapping:
     def __init__(self, message: Map, fds: list[int], kernel: LoadedKernel) -> None:
         self.memory = Memory(mmap.mmap(fds[0], message.arena.num_bytes))
         if message.read_only:
-            keep_for_reading(self.memory.address, fds[1], message.read_only)
+            keep_for_reading(self.memory.address, fds[1], message.read_only, message.unreadable)
+        else:
+            forbid_reading(self.memory.address, message.unreadable)
         for fd in fds:
             os.close(fd)
         self.slots = message.arena.slots

@@ -1,4 +1,5 @@
-"""Inputs of an arena that a worker can map for reading alone: pages of a second file, in the place of the first one's.
+"""Inputs of an arena that a worker can map for reading alone: pages of a second file, in the place of the first one's;
+and pages after inputs that it cannot read.
 
 The oracle maps them for writing before the file is sealed; after that no process can, nor make its mapping writable.
 """
@@ -20,6 +21,8 @@ F_SEAL_FUTURE_WRITE = 0x10
 MAP_FAILED = ctypes.c_void_p(-1).value
 map_at = LIBC["mmap"]
 map_at.restype = ctypes.c_void_p
+LINE_BYTES = 64
+"""Of a cache line, and of the longest vectors."""
 Pages = Sequence[tuple[int, int]]
 """Where ranges of whole pages begin and end, in bytes from the start of an arena."""
 
@@ -34,6 +37,16 @@ def input_pages(arena: Arena) -> list[tuple[int, int]]:
     if size > arena.guard_bytes or any(slot.inout for slot in arena.slots):
         return []
     return [(first(slot) // size * size, -(-last(slot) // size) * size) for slot in arena.slots if slot.inputs]
+
+
+def pages_behind(arena: Arena) -> list[tuple[int, int]]:
+    """The pages that begin where inputs of the first slot end, or up to 63 bytes later: the vector with an input's last
+    bytes may be loaded whole. None where guard bands, within which they lie, are under a page."""
+    size = mmap.PAGESIZE
+    if size > arena.guard_bytes:
+        return []
+    ends = [-(-(item.offset + item.num_bytes) // LINE_BYTES) * LINE_BYTES for item in arena.slots[0].inputs]
+    return [(end, end + size) for end in ends if end % size == 0]
 
 
 def first(slot: Slot) -> int:
@@ -96,8 +109,17 @@ def put_in_place(address: int, fd: int, pages: Pages, protection: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def keep_for_reading(address: int, fd: int, pages: Pages) -> None:
+def forbid_reading(address: int, pages: Pages) -> None:
+    """In a worker: make pages of an arena that is mapped at `address` unreadable. Raises OSError."""
+    for start, end in pages:
+        if LIBC.mprotect(ctypes.c_void_p(address + start), ctypes.c_size_t(end - start), 0):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+
+def keep_for_reading(address: int, fd: int, pages: Pages, unreadable: Pages = ()) -> None:
     """In a worker: the same for reading alone, sealed where Linux can, so that nothing is mapped over it."""
     put_in_place(address, fd, pages, mmap.PROT_READ)
+    forbid_reading(address, unreadable)
     for start, end in pages:
         kept_ranges.seal(address + start, address + end)

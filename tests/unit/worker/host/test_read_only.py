@@ -17,7 +17,13 @@ from pytest_klineage.records import Signature
 from pytest_klineage.records.signature import dense
 from pytest_klineage.worker.host import read_only
 from pytest_klineage.worker.host.arena import GUARD_BYTES, SharedArena, plan
-from pytest_klineage.worker.host.read_only import input_pages, keep_for_reading
+from pytest_klineage.worker.host.read_only import (
+    LINE_BYTES,
+    forbid_reading,
+    input_pages,
+    keep_for_reading,
+    pages_behind,
+)
 
 SIGNATURE = Signature(
     inputs=(dense("x", "fp32", 33, 3), dense("y", "fp32", 5000)), outputs=(dense("z", "fp32", 7),)
@@ -152,3 +158,55 @@ def test_without_being_asked_inputs_can_be_written_to() -> None:
     assert found.read_only == ()
     assert len(found.fds) == 1
     found.close()
+
+
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=3), st.lists(st.integers(1, 5000), min_size=1, max_size=2))
+@settings(deadline=None, max_examples=60)
+def test_a_page_lies_behind_every_input(inputs: list[int], outputs: list[int]) -> None:
+    arena = plan(Signature(
+        inputs=tuple(dense(f"x{i}", "fp32", size) for i, size in enumerate(inputs)),
+        outputs=tuple(dense(f"z{i}", "fp32", size) for i, size in enumerate(outputs)),
+    ), page=mmap.PAGESIZE)  # fmt: skip
+    pages, placed = pages_behind(arena), arena.slots[0].inputs
+    assert len(pages) == len(inputs)
+    for (start, end), item in zip(pages, placed, strict=True):
+        assert start % mmap.PAGESIZE == end % mmap.PAGESIZE == 0
+        assert 0 <= start - item.offset - item.num_bytes < LINE_BYTES
+    items = [item for slot in arena.slots for item in (*slot.inputs, *slot.outputs)]
+    for item in items:
+        assert item.offset % LINE_BYTES == 0
+        assert all(end <= item.offset or item.offset + item.num_bytes <= start for start, end in pages)
+
+
+def test_there_is_none_where_guard_bands_are_under_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, "PAGESIZE", 2 * GUARD_BYTES)
+    found = SharedArena(SIGNATURE, unreadable=True)
+    assert found.unreadable == ()
+    found.close()
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_nothing_is_read_behind_an_input(read_only: bool) -> None:
+    found = SharedArena(SIGNATURE, read_only=read_only, unreadable=True)
+    mapped = mmap.mmap(found.fds[0], found.arena.num_bytes)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    if found.read_only:
+        keep_for_reading(address, found.fds[1], found.read_only, found.unreadable)
+    else:
+        forbid_reading(address, found.unreadable)
+    placed = found.arena.slots[0].inputs
+    assert len(found.unreadable) == len(placed)
+    for (start, _end), item in zip(found.unreadable, placed, strict=True):
+        assert len(mapped[item.offset : start]) >= item.num_bytes
+        assert status_of_reading(address + start - 1) == 0
+        assert status_of_reading(address + start) == -11
+    found.close()
+
+
+def status_of_reading(address: int) -> int:
+    """How a process ends that reads a byte there."""
+    child = os.fork()
+    if child == 0:
+        ctypes.string_at(address, 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
