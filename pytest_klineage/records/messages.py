@@ -12,7 +12,10 @@ CANDIDATE_FRAME_BYTES = 64 * 1024
 """The longest frame that is read from an untrusted worker."""
 DENORMALS = "denormal numbers"
 FLOAT_CONTROL = ("rounding", DENORMALS, "floating-point exceptions", "precision")
-"""What a processor's control registers decide, from the lowest bit of `Returned.float_control` on."""
+"""What a processor's control registers decide, from the lowest bit of `Returned.changed_settings` on."""
+FRAMEWORK_SETTINGS = ("PyTorch's default type", "PyTorch's gradients", "number of PyTorch's threads")
+"""What PyTorch is set to, in the bits after those."""
+CALLERS_SETTINGS = FLOAT_CONTROL + FRAMEWORK_SETTINGS
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,8 +154,8 @@ class Returned(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Operators of the framework that have been refused in this process so far, at most a few."""
     digest: str = ""
     """Of the outputs as they are when this is sent: what is written later shows."""
-    float_control: int = 0
-    """On a CPU, what the calls so far have changed in how their thread computes: bits of `FLOAT_CONTROL`."""
+    changed_settings: int = 0
+    """On a CPU, what the calls so far have changed in how their thread computes: bits of `CALLERS_SETTINGS`."""
 
 
 class EventsMade(msgspec.Struct, frozen=True, tag=True, kw_only=True):

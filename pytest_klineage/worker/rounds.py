@@ -18,7 +18,7 @@ import torch
 from pytest_klineage.channel import BadFrame, Channel, ChannelClosed
 from pytest_klineage.records import Check, Code, Reason
 from pytest_klineage.records.messages import (
-    FLOAT_CONTROL,
+    CALLERS_SETTINGS,
     Again,
     Attached,
     FromWorker,
@@ -90,8 +90,8 @@ class CallOutcome(NamedTuple):
     tensors: tuple[ReturnedTensor, ...]
     as_promised: bool
     """Whether the outputs are those that the answer was about."""
-    float_control: int
-    """What the call has changed of FLOAT_CONTROL, so a candidate's worker says."""
+    settings: int
+    """What the call has changed of CALLERS_SETTINGS, so a candidate's worker says."""
 
 
 NO_SENDER = "the process that says that the kernel is loaded cannot be held, so it could not be stopped"
@@ -111,8 +111,8 @@ class WorkerHandle:
         self.earlier = EarlierResults()
         self.others = OtherSlots()
         self.kinds = Kinds()
-        self.float_control = 0
-        """What the worker's calls have changed of FLOAT_CONTROL: said once."""
+        self.changed = 0
+        """What the worker's calls have changed of CALLERS_SETTINGS: said once."""
         self.refused: tuple[str, ...] = ()
         """Operators of the framework that the worker was refused, so it says."""
         self.ended_s = time.monotonic()
@@ -268,8 +268,8 @@ class WorkerHandle:
         sample = TimedCall(role=self.role, elapsed_ns=returned.elapsed_ns, wall_ns=wall_ns, waited_ns=max(0, waited))
         # A reference is copied after its answer, which so promises nothing.
         as_promised = self.role == "reference" or returned.digest == arena.output_digest(slot, nonce)
-        control = returned.float_control & ~self.float_control
-        self.float_control |= control
+        control = returned.changed_settings & ~self.changed
+        self.changed |= control
         return CallOutcome(sample, early, tensors, as_promised, 0 if self.role == "reference" else control)
 
     def _copied_afterwards(self, deadline_s: float, nonce: int) -> tuple[tuple[ReturnedTensor, ...], int]:
@@ -390,9 +390,9 @@ class WorkerHandle:
 
 def control_reasons(changed: int, defences: frozenset[str]) -> list[Reason]:
     """A reason where calls have left their thread, which is their caller's, to compute in another way."""
-    names = [name for i, name in enumerate(FLOAT_CONTROL) if changed >> i & 1]
+    names = [name for i, name in enumerate(CALLERS_SETTINGS) if changed >> i & 1]
     if not names or "input_integrity" not in defences:
         return []
-    how = "loaded or called, the kernel left its caller's thread with another setting of the processor for"
+    how = "loaded or called, the kernel left its caller with another setting for"
     message = f"when {how} {', '.join(names)}; restore it"
     return [Reason(code=Code.TAMPERING, message=message)]

@@ -19,8 +19,8 @@ from pytest_klineage.records.verdict import Code
 from pytest_klineage.surfaces import SurfaceFailure, surface_backend
 from pytest_klineage.surfaces.base import LoadedKernel
 from pytest_klineage.worker.failures import bounded, describe
+from pytest_klineage.worker.host.callers_settings import CallersSettings
 from pytest_klineage.worker.host.calls import CallLoop, materialise_if_needed
-from pytest_klineage.worker.host.float_control import FloatControl
 from pytest_klineage.worker.host.scheduling import MainThread
 from pytest_klineage.worker.sandbox import containment, reading
 
@@ -56,7 +56,7 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
         gc.freeze()
         containment_report = contain(job, active) + refuse(job)
         # Before the kernel's code is there, which may change what its thread is set to when it is loaded.
-        float_control = FloatControl()
+        callers = CallersSettings()
         kernel = load(job)
         if job.sandbox and clock is None and not reading.needs_torch(job):
             containment_report += containment.freeze_code()
@@ -73,12 +73,13 @@ def run_worker(job: Job, channel_fd: int, log_fd: int, active: list[str]) -> Non
     gc.collect()
     gc.disable()
     said = settings(job)
-    if float_control.keep(DENORMALS):
+    callers.framework.keep_threads()
+    if callers.processor.keep(DENORMALS):
         # GCC links code that does so to what is built with -Ofast. Anything else that has changed is found at a call.
         said[DENORMALS] = "treated otherwise since the kernel was loaded"
     channel.send(KernelLoaded(containment=tuple(containment_report), settings=said))
     if clock is None:
-        CallLoop(channel, kernel, main_thread.settle, float_control).serve()
+        CallLoop(channel, kernel, main_thread.settle, callers).serve()
     else:
         from pytest_klineage.worker.device.calls import DeviceLoop
 

@@ -25,8 +25,8 @@ from pytest_klineage.records.messages import (
 )
 from pytest_klineage.surfaces.base import Invoke, LoadedKernel, MappedMemory, Memory, SurfaceFailure
 from pytest_klineage.worker.failures import describe
+from pytest_klineage.worker.host.callers_settings import CallersSettings
 from pytest_klineage.worker.host.digest import output_digest
-from pytest_klineage.worker.host.float_control import FloatControl
 from pytest_klineage.worker.host.read_only import forbid_reading, keep_for_reading
 
 REFUSED_SHOWN = 8
@@ -61,7 +61,7 @@ class CallLoop:
 
     def __init__(
         self, channel: Channel, kernel: LoadedKernel, after_first: Callable[[], None] | None = None,
-        float_control: FloatControl | None = None,
+        settings: CallersSettings | None = None,
     ) -> None:  # fmt: skip
         self.channel, self.kernel, self._after_first = channel, kernel, after_first
         self.arenas: list[Any] = []
@@ -69,7 +69,7 @@ class CallLoop:
         self.results: deque[Any] = deque()
         """What earlier calls returned, the oldest first, kept alive so that a buffer that is used again is seen."""
         self._materialise = materialise_if_needed()
-        self._float_control = float_control or FloatControl()
+        self._settings = settings or CallersSettings()
 
     def serve(self) -> None:
         """Answer until asked to stop or until the oracle is gone."""
@@ -130,7 +130,7 @@ class CallLoop:
         self.channel.send(
             Returned(
                 nonce=request.nonce, elapsed_ns=stop - start, tensors=tensors if done else None,
-                refused=self.refused(), digest=digest, float_control=self._float_control.changed(),
+                refused=self.refused(), digest=digest, changed_settings=self._settings.changed(),
             )
         )  # fmt: skip
         self.results.append(result)
