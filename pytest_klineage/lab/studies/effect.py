@@ -172,6 +172,8 @@ CONTRAST_HEADERS = (
     "p, permuted",
 )  # fmt: skip
 SPEED_HEADERS = ("contrast", "of", "pairs", "ratio, 95 %", "p, permuted")
+MOST_POINTS = 99.5
+"""What is printed as 100 points: no effect can be above that, and to exclude one says nothing."""
 
 
 def _primary(found: Contrast) -> str:
@@ -179,7 +181,8 @@ def _primary(found: Contrast) -> str:
     points = Interval(
         *(100 * share for share in (found.difference.estimate, found.difference.low, found.difference.high))
     )
-    excluded = f" An effect above {points.high:.0f} points is excluded." if points.low <= 0 else ""
+    says_something = points.low <= 0 and points.high < MOST_POINTS
+    excluded = f" An effect above {points.high:.0f} points is excluded." if says_something else ""
     return (
         f"**{found.name}: {_interval(points, '+.0f')} points of first-shot success, {found.counts.pairs} pairs; "
         f"exact McNemar, one-sided, after Holm: p = {found.p_holm:.3f}.**{excluded}"

@@ -15,6 +15,7 @@ from made_up import chain
 from pytest_klineage.lab.studies.chains import Chain, ShotFailure
 from pytest_klineage.lab.studies.effect import (
     Study,
+    _primary,
     at_once,
     compare,
     first_shot_pairs,
@@ -170,6 +171,15 @@ def test_a_null_result_says_what_it_excludes() -> None:
     page = report(STUDY, made_up(dict.fromkeys(ARMS, 0.5)))
     assert "is excluded" in page.partition("\n")[0]
     assert "is excluded" not in report(STUDY, made_up({"none": 0.1, "cards": 0.9})).partition("\n")[0]
+
+
+@pytest.mark.parametrize("high", [1.0, math.inf])
+def test_what_cannot_be_is_not_excluded(high: float) -> None:
+    """One pair may leave an interval that ends at 100 points, or has no end."""
+    (found,) = compare(STUDY, [chain("cards", "a", 1, 0.7), chain("none", "a", 1, 0.1)])
+    assert found.difference.high == 1.0
+    wide = msgspec.structs.replace(found.difference, high=high)
+    assert "is excluded" not in _primary(msgspec.structs.replace(found, difference=wide))
 
 
 def test_nothing_is_compared_before_it_is_measured() -> None:
