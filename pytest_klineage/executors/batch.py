@@ -237,7 +237,7 @@ def write_whole(path: Path, data: bytes, *, replace: bool = False) -> None:
     to be replaced. Raises StoreError."""
     _make(path.parent)
     try:
-        with written_beside(path, data, synced=True) as name:
+        with written_beside(path, data, synced=True, shared=True) as name:
             if replace or not path.exists():
                 os.replace(name, path)
     except OSError as error:

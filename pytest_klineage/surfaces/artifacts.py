@@ -120,7 +120,7 @@ def _replace(path: Path, content: bytes) -> None:
     """
     if _has(path, content):
         return
-    with written_beside(path, content) as name:
+    with written_beside(path, content, shared=True) as name:
         with contextlib.suppress(OSError):
             os.link(name, path)  # fails where somebody was faster
         if not _has(path, content):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from pytest_klineage import files
 from pytest_klineage.records import Build, Code, KernelResources, KernelSource, SourceFile, Surface
 from pytest_klineage.surfaces import Built, SurfaceFailure, artifacts
 
@@ -124,20 +123,20 @@ def test_a_copy_that_may_be_running_stays(folder: Path, tmp_path: Path) -> None:
 def test_who_publishes_second_leaves_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look for a file and its link another judge may have written it."""
     inodes: list[int] = []
-    monkeypatch.setattr(tempfile, "mkstemp", _late(tmp_path / "x" / artifacts.LIBRARY, inodes))
+    monkeypatch.setattr(files, "_hidden", _late(tmp_path / "x" / artifacts.LIBRARY, inodes))
     artifacts.publish(tmp_path / "x", CONTENT, source(), BUILD)
     assert [(tmp_path / "x" / artifacts.LIBRARY).stat().st_ino] == inodes
     assert sorted(path.name for path in (tmp_path / "x").iterdir()) == [artifacts.DESCRIPTION, artifacts.LIBRARY]
 
 
 def _late(path: Path, inodes: list[int]) -> Callable[..., tuple[int, str]]:
-    """A mkstemp before which somebody else has published the kernel."""
-    make = tempfile.mkstemp
+    """Makes a hidden file after somebody else has published the kernel."""
+    make = files._hidden
 
-    def made(**names: Any) -> tuple[int, str]:
+    def made(folder: Path) -> tuple[int, str]:
         if not path.exists():
             path.write_bytes(CONTENT)
             inodes.append(path.stat().st_ino)
-        return make(**names)
+        return make(folder)
 
     return made
