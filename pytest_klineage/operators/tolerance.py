@@ -80,17 +80,18 @@ class Expected:
         if not rounded:
             self.bounds = {name: fixed[name] for name in self.outputs if name in fixed}
         if len(self.bounds) < len(self.outputs):
-            self._bound(operator.slacks(case) | fixed, LENIENCE if rounded else 1.0)
+            self._bound(operator.slacks(case), fixed, LENIENCE if rounded else 1.0)
 
-    def _bound(self, slacks: dict[str, float], lenience: float) -> None:
-        """Bounds from the baseline, of outputs that have none yet."""
+    def _bound(self, slacks: dict[str, float], fixed: dict[str, float], lenience: float) -> None:
+        """Bounds from the baseline, of outputs that have none yet; `fixed` are those that the user declares."""
         baseline = self.operator.baseline_output(self.case, self.inputs)
         for name, expected in self.outputs.items():
             if name in self.bounds:
                 continue
             errors = error_tensor(baseline[name], expected, self.units[name])
             error = largest(errors, baseline[name], expected)
-            slack = 0.0 if error == 0 and self.operator.moves_alone(self.case) else slacks.get(name, SLACK)
+            moved = error == 0 and self.operator.moves_alone(self.case)
+            slack = fixed[name] if name in fixed else 0.0 if moved else slacks.get(name, SLACK)
             self.bounds[name] = slack and lenience * slack * max(1.0, error)
             if self.operator.counts_errors and lenience == 1:
                 self.counts[name] = levels(errors, error)

@@ -228,6 +228,9 @@ def test_moved_numbers_may_have_a_declared_tolerance() -> None:
     chosen.examine(case, chosen.make_inputs(case, generator(), "well_conditioned"))
     inputs = chosen.make_inputs(case, generator(1), "well_conditioned")
     assert Expected(chosen, case, inputs).accepts({"y": inputs["x"].t() * 1.0001})
+    wrong = chosen.oracle(case, inputs)
+    inputs, expected = chosen.further_problem(case, "large", generator(1), wrong)
+    assert expected.accepts({"y": inputs["x"].t() * 1.0001})
 
 
 def test_another_value_of_an_option_is_drawn_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
