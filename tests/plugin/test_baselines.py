@@ -104,6 +104,24 @@ def test_two(kernel_gate):
     kernel_gate("two.cpp")
 """
 FAIL = "--klineage-compare-fail=slower:3%"
+TURNS = ("-p", "turns")
+TURNING = '''
+"""Runs a test that waits for a verdict again, as a run on a Ray cluster does."""
+
+from _pytest.runner import runtestprotocol
+
+from pytest_klineage.plugin.waiting import WAITING_ATTRIBUTE, renew
+
+
+def pytest_runtest_protocol(item, nextitem):
+    reports = runtestprotocol(item, log=False, nextitem=item.parent)
+    if any(hasattr(report, WAITING_ATTRIBUTE) for report in reports):
+        renew(item)
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    return True
+'''
 
 
 @pytest.fixture
@@ -217,6 +235,39 @@ def test_a_kernel_judged_in_two_phases_has_two_comparisons(
     result = pytester.runpytest(*processes, "--klineage-compare=main", FAIL)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["1 slower, 1 same"])
+
+
+RUN_AGAIN = """
+import pytest
+from pytest_klineage import kernel_case
+from pytest_klineage.errors import WaitsForVerdict
+
+ATTEMPTS = []
+
+@kernel_case((8, 8, 8), "fp32", op="gemm", at_least=0.1)
+def test_one(kernel_gate):
+    kernel_gate("one.cpp")
+    ATTEMPTS.append(1)
+    if len(ATTEMPTS) == 1:
+        {ending}
+"""
+ENDINGS = [("assert False", ("--reruns=1",)), ('raise WaitsForVerdict("ray", "later", "one")', TURNS)]
+
+
+@pytest.mark.parametrize(("ending", "options"), ENDINGS, ids=["rerun", "turn"])
+def test_a_slower_kernel_fails_in_a_later_attempt(
+    suite: Path, pytester: pytest.Pytester, ending: str, options: tuple[str, ...]
+) -> None:
+    """The second judgements that pinning and comparing ask for are those of the last attempt alone."""
+    (suite / "turns.py").write_text(TURNING)
+    pytester.syspathinsert()
+    pytester.makepyfile(test_kernels=RUN_AGAIN.replace("{ending}", ending))
+    pytester.runpytest(*options, "--klineage-save=main").assert_outcomes(passed=1)
+    assert [(pin.number, pin.again is not None) for pin in read_baseline(pinned(suite)).pins] == [(0, True)]
+    write(suite, one="accepted.faster 1.0")
+    result = pytester.runpytest(*options, "--klineage-compare=main", FAIL)
+    result.assert_outcomes(failed=1)
+    assert outcomes(suite) == {"test_one": ComparisonOutcome.SLOWER}
 
 
 def test_a_kernel_that_breaks_when_judged_once_more_is_broken(suite: Path, pytester: pytest.Pytester) -> None:

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pytest_klineage.plugin.session import KlineageSession
 
 SEEN_KEY = pytest.StashKey[Counter[tuple[str, str]]]()
-"""How often a case and label were judged in a test so far."""
+"""How often a case and label were judged in this attempt at a test so far."""
 REPORTED_KEY = pytest.StashKey[Counter[tuple[str, str, str]]]()
-"""How many verdicts on a case and label were in the reports of a test's phases so far, by test, case and label."""
+"""How many verdicts on a case and label were in the reports of an attempt's phases so far, by test, case and label."""
 COMPARED_KEY = pytest.StashKey[dict[PinKey, Comparison]]()
-"""What was compared while the test ran."""
+"""What was compared in this attempt."""
 
 
 class AgainstPins:
@@ -42,6 +42,10 @@ class AgainstPins:
                 f"there is no baseline {plan.compare!r} in {results / 'baselines'}; pin it where the "
                 f"reviewed code is: pytest --klineage-save={plan.compare}"
             )
+
+    def begin(self, item: pytest.Item) -> None:
+        """Count from the beginning in every attempt at a test: an item and its stash outlive reruns and Ray's turns."""
+        item.stash[SEEN_KEY], item.stash[REPORTED_KEY], item.stash[COMPARED_KEY] = Counter(), Counter(), {}
 
     def judged(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,

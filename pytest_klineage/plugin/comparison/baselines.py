@@ -69,6 +69,11 @@ class BaselineHooks:
         ends = f"slower by more than {limit} fails" if plan.failing else f"advisory, margin {limit}"
         return f"klineage: compared with {' and '.join(whom)} ({ends})"
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A test that is run again, whoever does that, is compared as in its first attempt."""
+        self._pins.begin(item)
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_klineage_judged(
         self, item: pytest.Item, case: KernelCase, source: KernelSource, verdict: Verdict,

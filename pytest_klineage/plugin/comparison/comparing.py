@@ -45,6 +45,7 @@ class Collector:
         self._session, self._plan = session, plan
         self.comparisons: list[Comparison] = []
         self.verdicts: list[tuple[str, Verdict]] = []
+        self._to_pin: list[tuple[str, Verdict]] = []
         self._again: dict[PinKey, Verdict] = {}
         self.problems: list[str] = []
         self._failures: list[Annotation] = []
@@ -64,6 +65,9 @@ class Collector:
             self.problems.append(f"what {report.nodeid} found could not be read: {error}")
             return
         self.verdicts += fresh
+        self._to_pin += fresh
+        if str(report.outcome) == "rerun":  # pytest-rerunfailures': only the last attempt is pinned
+            self._to_pin = [(nodeid, verdict) for nodeid, verdict in self._to_pin if nodeid != report.nodeid]
         self._again |= seconds
         self.comparisons += found
         for comparison in found:
@@ -115,7 +119,7 @@ class Collector:
             for comparison in self.comparisons
             if self._plan.failing and comparison.outcome.bad
         }
-        pins, left = pins_of(self.verdicts, self._again)
+        pins, left = pins_of(self._to_pin, self._again)
         kept = [pin for pin in pins if (pin.nodeid, pin.case.id, pin.label) not in refused]
         left += [f"{pin.case.id} {pin.label} fails its comparison" for pin in pins if pin not in kept]
         self._left = [f"not pinned: {line}" for line in left]
