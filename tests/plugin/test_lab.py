@@ -164,7 +164,7 @@ class TestResuming:
         ("reason", "done"),
         [
             ("finished", True), ("step_limit", True), ("budget_exhausted", True), ("target_reached", True),
-            ("not_judged", True), ("naive_reached", True), ("interrupted", False), ("harness_failed", False),
+            ("naive_reached", True), ("not_judged", False), ("interrupted", False), ("harness_failed", False),
             ("misuse", False), ("backend_failed", False), ("", False),
         ],
     )  # fmt: skip

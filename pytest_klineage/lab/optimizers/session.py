@@ -23,7 +23,7 @@ from pytest_klineage.lab.optimizers.recording import (
     recording_of,
 )
 from pytest_klineage.lab.optimizers.task import Observation, Proposal, StepProgress, Task
-from pytest_klineage.records import Judged, KernelCase, KernelSource, Noted, Status, Stopped, Verdict, to_json
+from pytest_klineage.records import Code, Judged, KernelCase, KernelSource, Noted, Status, Stopped, Verdict, to_json
 
 Judge: TypeAlias = Callable[[KernelCase, KernelSource], Verdict]
 Screen: TypeAlias = Callable[[KernelCase, KernelSource, float], Verdict]
@@ -61,7 +61,8 @@ class EndReason(StrEnum):
     BACKEND = "backend_failed"
     """A model call brought no reply; the trajectory can be resumed."""
     NOT_JUDGED = "not_judged"
-    """The gate cannot judge here, or not now. That verdict is not recorded: a resumed run asks for it again."""
+    """The gate cannot judge here, or not now. That verdict is not recorded: a resumed run asks for it again, and ends
+    there once more while nothing has changed. What only a proposal's own flags need is not meant: the method hears."""
     INTERRUPTED = "interrupted"
     """From the keyboard; only in the trajectory, since the interruption goes on."""
     HARNESS = "harness_failed"
@@ -70,7 +71,9 @@ class EndReason(StrEnum):
     """Something that cannot be, such as a resumed run that asks otherwise than it did; the error goes on as well."""
 
 
-CUT_SHORT = (EndReason.BACKEND, EndReason.INTERRUPTED, EndReason.HARNESS, EndReason.MISUSE)
+CUT_SHORT = (
+    EndReason.BACKEND, EndReason.NOT_JUDGED, EndReason.INTERRUPTED, EndReason.HARNESS, EndReason.MISUSE,
+)  # fmt: skip
 """Ends that are none of the run's own: it goes on from there."""
 
 
@@ -141,8 +144,10 @@ def optimize(
         with contextlib.suppress(StoreError):  # a file that cannot be written may be the very reason
             session.record(Stopped(reason=reason, message=str(error).partition("\n")[0]))
         raise
-    if stopped is not EndReason.BUDGET:  # the chat has written that one down itself
-        session.record(Stopped(reason=stopped, message=message))
+    end = Stopped(reason=stopped, message=message)
+    again = stopped in CUT_SHORT and session.events[-1:] == (end,)  # taken up in vain: its end stands there
+    if stopped is not EndReason.BUDGET and not again:  # the chat has written that one down itself
+        session.record(end)
     return run.outcome(stopped, message)
 
 
@@ -239,7 +244,7 @@ class _Run:
             self._notes.note(STEP_TOPIC, f"step {step}: the same kernel as step {earlier.step}, not judged again")
             return self._keep(self._again(step, proposal, earlier))
         verdict, message = self._verdict(step, source)
-        if verdict.status is Status.SKIPPED and (not step or source.digest not in self._recording.messages):
+        if verdict.status is Status.SKIPPED and self._ends_at(step, source, verdict):
             raise _NotJudged(verdict.reasons[0].message)
         speedup = ranked_speedup(message.verdict)
         before = self.best_speedup
@@ -295,6 +300,21 @@ class _Run:
             verdict = self._judge(self.task.case, source)
             self._rejudged.append(Rejudged(step=step, recorded=message.verdict, verdict=verdict))
         return message.verdict, message
+
+    def _ends_at(self, step: int, source: KernelSource, skipped: Verdict) -> bool:
+        """Whether a skip ends the run: unless it is recorded, or this proposal's own flags ask for what is missing.
+
+        Such as the headers of a library; a compiler is not missing once a kernel was judged.
+        """
+        if not step:
+            return True
+        if source.digest in self._recording.messages:
+            return False
+        added = set(source.flags).difference(self.task.root.flags if self.task.root is not None else ())
+        judged = any(
+            seen.verdict is not None and seen.verdict.status is not Status.SKIPPED for seen in self._first.values()
+        )
+        return not (added and judged and skipped.code is Code.SKIPPED_DEPENDENCY)
 
     def _fresh(self, source: KernelSource) -> Verdict:
         """A new verdict: screened against the best so far where that is asked for, in full where it seems better."""
