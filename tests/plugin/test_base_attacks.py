@@ -84,7 +84,7 @@ def named(trees: tuple[Path, Path], now: str, was: str, names: tuple[str, ...] =
     write(head, tests__test_k_py=NAMES.replace("{}", now))
     write(base, tests__test_k_py=NAMES.replace("{}", was))
     at = head / "tests" / "../kernels" / now
-    instead, own = named_instead(at, head / "tests" / "test_k.py", base / "tests" / "test_k.py", names)
+    instead, own = named_instead(at, head / "tests" / "test_k.py", BaseCheckout(head, base), names)
     return (instead.resolve().relative_to(base).as_posix() if instead else "", own)
 
 
@@ -102,12 +102,56 @@ def test_a_repointed_test_is_compared_with_its_own_kernel(trees: tuple[Path, Pat
 
 
 def test_a_test_that_names_it_still_or_is_new_changes_nothing(trees: tuple[Path, Path]) -> None:
-    _head, base = trees
+    head, base = trees
     write(base, kernels__k_cpp="fast")
     assert named(trees, "k.cpp", "k.cpp") == ("", True)
     assert named(trees, "v2/k.cpp", "k.cpp", ("TestMine", "test_fresh")) == ("", True)
     (base / "tests" / "test_k.py").unlink()
-    assert named_instead(base / "k.cpp", base / "absent.py", base / "tests" / "test_k.py", ("test_k",)) == (None, True)
+    assert named_instead(head / "k.cpp", head / "absent.py", BaseCheckout(head, base), ("test_k",)) == (None, True)
+
+
+ONE = '''
+def test_k(kernel_gate):
+    """{}"""
+    kernel_gate({})
+'''
+
+
+def choice(trees: tuple[Path, Path], now: str, was: str, said: str = "It is fast.") -> tuple[Path | None, bool]:
+    """What the base's test names instead of kernels/k.cpp, both calls written out."""
+    head, base = trees
+    for root, called in ((head, now), (base, was)):
+        write(root, tests__test_k_py=ONE.replace("{}", said, 1).replace("{}", called))
+    return named_instead(
+        head / "tests" / "../kernels/k.cpp", head / "tests" / "test_k.py", BaseCheckout(head, base), ("test_k",)
+    )
+
+
+def test_another_way_to_write_a_path_is_no_other_kernel(trees: tuple[Path, Path]) -> None:
+    head, base = trees
+    for root in (head, base):
+        write(root, kernels__k_cpp="fast", kernels__old_cpp="old")
+    assert choice(trees, '"../kernels/k.cpp"', '"./../kernels/k.cpp"') == (None, True)
+    assert choice(trees, '"../kernels/k.cpp"', '"../kernels/old.cpp" or "../kernels/./old.cpp"') == (
+        base / "kernels" / "old.cpp", False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ["It is fast.", "Judges kernels/k.cpp", "fast\\0", "x" * 5000])
+def test_a_docstring_names_no_kernel(trees: tuple[Path, Path], said: str) -> None:
+    for root in trees:
+        write(root, kernels__k_cpp="fast")
+    assert choice(trees, '"../kernels/k.cpp"', "KERNEL", said) == (None, True)
+
+
+def test_a_file_outside_of_the_base_is_not_its_kernel(trees: tuple[Path, Path]) -> None:
+    head, base = trees
+    write(head, kernels__k_cpp="slow")
+    write(head.parent, elsewhere__old_cpp="old")
+    (base / "kernels").mkdir()
+    (base / "kernels" / "old.cpp").symlink_to(head.parent / "elsewhere" / "old.cpp")
+    assert choice(trees, '"../kernels/k.cpp"', '"../kernels/old.cpp"') == (None, False)
+    assert choice(trees, '"../kernels/k.cpp"', f'"{head.parent / "elsewhere" / "old.cpp"}"') == (None, False)
 
 
 def test_several_kernels_that_a_test_has_named_leave_it_open(trees: tuple[Path, Path]) -> None:
@@ -118,7 +162,7 @@ def test_several_kernels_that_a_test_has_named_leave_it_open(trees: tuple[Path, 
         listed = "".join(f'"../kernels/{name}.cpp", ' for name in files)
         write(root, tests__test_k_py=text.replace("{}", listed))
     at = head / "tests" / "../kernels/c.cpp"
-    found = named_instead(at, head / "tests" / "test_k.py", base / "tests" / "test_k.py", ("test_k",))
+    found = named_instead(at, head / "tests" / "test_k.py", BaseCheckout(head, base), ("test_k",))
     assert found == (None, False)
 
 

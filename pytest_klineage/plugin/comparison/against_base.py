@@ -93,7 +93,7 @@ class AgainstBase:
     def _named_instead(self, item: pytest.Item, paths: tuple[Path, ...]) -> tuple[Path | None, bool]:
         """The kernel that the base's own test names, where it is another one, and whether it names this one."""
         names = [one.name.partition("[")[0] for one in item.listchain() if isinstance(one, pytest.Class | pytest.Item)]
-        return named_instead(paths[0], item.path, self._base.in_base(item.path), names) if paths else (None, True)
+        return named_instead(paths[0], item.path, self._base, names) if paths else (None, True)
 
     def _notes(self, item: pytest.Item, paths: tuple[Path, ...]) -> list[str]:
         """What is odd about the choice of the base's file."""

@@ -86,20 +86,20 @@ class BaseCheckout:
         return not (path.parent / "__init__.py").is_file() and len(self.files.ending_with(path.name)) == 1
 
     def _older(self, file: SourceFile, at: Path | None, near: Path) -> Path | None:
-        if at is not None and (own := self._at_the_same_place(at)) is not None:
+        if at is not None and (own := self.at_the_same_place(at)) is not None:
             return own
         places = self.files.places(file, near)
         if not places:
             raise UsageError(f"no file of {self.files.root.name} has the name and the text of {file.name}")
         # A copy that was added beside the test, nearer than the file, must not make an old kernel a new one.
-        there = [older for path in places if (older := self._at_the_same_place(path)) is not None]
+        there = [older for path in places if (older := self.at_the_same_place(path)) is not None]
         if len({read_text(path) for path in there}) > 1:
             # The text of a changed kernel may have been written over another one of its name, which was slower.
             names = ", ".join(str(path.relative_to(self.base)) for path in there)
             raise UsageError(f"{file.name} has the text of several files, which differ in the base: {names}")
         return there[0] if there else self._renamed(file)
 
-    def _at_the_same_place(self, path: Path) -> Path | None:
+    def at_the_same_place(self, path: Path) -> Path | None:
         """The base's file at the place of one of the head's, if it has one."""
         there = (self.base / place for place in places_of(path, self.files.root))
         return next((path for path in there if path.is_file()), None)
