@@ -9,7 +9,7 @@ import msgspec
 
 from pytest_klineage.errors import HarnessError, UsageError, WaitsForVerdict
 from pytest_klineage.executors.carried import carried_files
-from pytest_klineage.gate.settings import DEFENCES, GateSettings
+from pytest_klineage.gate.settings import DEFENCES, GateSettings, as_recorded
 from pytest_klineage.records import KernelCase, KernelSource, Machine, Verdict
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 
@@ -43,13 +43,16 @@ def plain_settings(settings: GateSettings) -> dict[str, object]:
 
 
 def gate_settings(request: JudgeRequest, local: GateSettings) -> GateSettings:
-    """The settings of a request with the folders of `local`. Raises UsageError for what the gate refuses."""
+    """The settings of a request with the folders of `local`, as this version takes them: see `as_recorded`.
+
+    Raises UsageError for what the gate refuses.
+    """
     known = set(GateSettings.__struct_fields__) - set(LOCAL_FIELDS)
     if unknown := sorted(set(request.settings) - known):
         raise UsageError(f"the request has settings that no judge takes: {', '.join(unknown)}")
     folders = {"cache_dir": local.cache_dir, "artifacts": local.artifacts}
     try:
-        return msgspec.convert({**request.settings, **folders}, GateSettings)
+        return msgspec.convert({**as_recorded(request.settings), **folders}, GateSettings)
     except msgspec.ValidationError as error:
         raise UsageError(f"the request's settings are not valid: {error}") from error
 

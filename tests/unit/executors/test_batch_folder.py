@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from pytest_klineage.errors import BadRecord, HarnessError, UsageError, WaitsForVerdict
-from pytest_klineage.executors.base import ExecutorGate, verdict_of
+from pytest_klineage.executors.base import ExecutorGate, gate_settings, verdict_of
 from pytest_klineage.executors.batch import BatchFolder
-from pytest_klineage.gate.settings import DEFENCES, GateSettings
+from pytest_klineage.gate.settings import DEFENCES, MOST_CONFIDENCE, GateSettings
 from pytest_klineage.records import Code, Machine, Reason, Verdict, from_json, to_json
 from pytest_klineage.records.case import Definition
 from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode, JudgeReply, JudgeRequest, MachineFault
@@ -283,3 +283,13 @@ def test_the_machine_is_that_of_the_judge(folder: BatchFolder) -> None:
 def test_defences_cannot_be_switched_off_elsewhere(folder: BatchFolder) -> None:
     with pytest.raises(UsageError, match="has all defences"):
         ExecutorGate(folder, "cpu", GateSettings(defences=DEFENCES - {"audit"}))
+
+
+def test_a_request_for_more_confidence_is_judged_with_the_most(ask: Ask) -> None:
+    """It was valid when it was recorded, and keeps its name; an option that asks for it is refused."""
+    recorded = msgspec.structs.replace(ask(), settings=ask().settings | {"confidence": 0.999})
+    again = from_json(to_json(recorded), JudgeRequest)
+    assert gate_settings(again, GateSettings()).confidence == MOST_CONFIDENCE
+    assert again.digest == recorded.digest
+    with pytest.raises(UsageError, match="confidence must lie between"):
+        GateSettings(confidence=0.999)

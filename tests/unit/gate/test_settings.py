@@ -10,7 +10,8 @@ import pytest
 
 from pytest_klineage.errors import UnknownName, UsageError
 from pytest_klineage.gate import DEFENCES, POLICIES, GateSettings
-from pytest_klineage.gate.settings import default_cache_dir
+from pytest_klineage.gate.settings import MOST_CONFIDENCE, as_recorded, default_cache_dir
+from pytest_klineage.records.bootstrap import tail_share
 
 RANGES = {
     "margin": (0.0, 0.99),
@@ -62,6 +63,24 @@ def test_a_number_out_of_range_is_refused_with_the_range(name: str, bounds: tupl
             with_value(name, value)
         assert name in str(caught.value)
         assert f"{low:g} and {high:g}" in str(caught.value)
+
+
+def test_the_most_confidence_leaves_resamples_beyond() -> None:
+    """Where pairs are many; how few it leaves of few stands beside the number."""
+    beyond = [2000 * tail_share(MOST_CONFIDENCE, pairs) for pairs in (100_000, 32, 24, 12)]
+    assert beyond == pytest.approx([5.0, 2.1, 1.5, 0.3], abs=0.05)
+
+
+@pytest.mark.parametrize(("asked", "judged"), [(0.95, 0.95), (0.995, 0.995), (0.996, 0.995), (0.9999, 0.995)])
+def test_a_recorded_confidence_is_read_as_the_most(asked: float, judged: float) -> None:
+    recorded = {"confidence": asked, "seeds": 2}
+    assert as_recorded(recorded) == {"confidence": judged, "seeds": 2}
+    assert recorded["confidence"] == asked
+
+
+@pytest.mark.parametrize("recorded", [{"confidence": 0.99991}, {"confidence": math.nan}, {"confidence": "0.999"}, {}])
+def test_what_was_never_valid_is_left_as_it_is(recorded: dict[str, Any]) -> None:
+    assert as_recorded(recorded) is recorded
 
 
 @pytest.mark.parametrize("field", ["policy", "also_policies"])
