@@ -13,6 +13,9 @@ from pytest_klineage.records.platform import PLATFORMS
 
 Place: TypeAlias = tuple[str, str, int]
 """A platform, a node of Ray's, and the number of a device there."""
+PROTOCOL = 2
+"""Of what askers, the desk and judges say to one another: one more with every call of `Desk` that changes. A desk
+outlives who started it, so that each has a name of its own: who is of another version starts another desk."""
 CPU_RESOURCE = "klineage_cpu"
 """Custom resource of Ray nodes that judge for the cpu platform: one for each judge."""
 PRODUCT = "accelerator_type:"

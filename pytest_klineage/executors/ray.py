@@ -12,14 +12,14 @@ import msgspec
 
 from pytest_klineage.errors import BadRecord, HarnessError, MissingDependency, UsageError, WaitsForVerdict
 from pytest_klineage.executors.answers import Answers
-from pytest_klineage.executors.cluster import CPU_RESOURCE, ClusterLimits, DeskState, last_line, pool_name
+from pytest_klineage.executors.cluster import CPU_RESOURCE, PROTOCOL, ClusterLimits, DeskState, last_line, pool_name
 from pytest_klineage.executors.desk import Desk
 from pytest_klineage.executors.ray_judge import Judge, Order, recipe_of
 from pytest_klineage.executors.sealing import opened, read_secret, secret_path
 from pytest_klineage.records import Machine, from_json, to_json
 from pytest_klineage.records.judging import JudgeReply, JudgeRequest
 
-NAME, NAMESPACE = "desk", "klineage"
+NAME, NAMESPACE = f"desk-{PROTOCOL}", "klineage"
 HEAD = "node:__internal_head__"
 """Ray's resource of the head node, where the desk lives."""
 SENT_AT_ONCE = 64
@@ -216,10 +216,15 @@ class ClusterDesk:
         raise HarnessError(f"the desk of {self.where} does not answer ({why}); the same command goes on later")
 
     def end(self) -> None:
-        """End the desk and its judges."""
+        """End the desk and its judges, and those of other versions: they hold the same devices."""
         import ray
 
         ray.kill(self._handle)
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            name = actor["name"]
+            if actor["namespace"] == NAMESPACE and name != NAME and name.partition("-")[0] == "desk":
+                with contextlib.suppress(ValueError):  # it has ended meanwhile
+                    ray.kill(ray.get_actor(name, namespace=NAMESPACE))
 
 
 def connect(where: str) -> Any:

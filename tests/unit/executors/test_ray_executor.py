@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,9 @@ from pytest_klineage.cli.main import main
 from pytest_klineage.errors import HarnessError
 from pytest_klineage.executors import ray as asking
 from pytest_klineage.executors.answers import Doubt
-from pytest_klineage.executors.cluster import CPU_RESOURCE, ClusterLimits, DeskState
+from pytest_klineage.executors.cluster import CPU_RESOURCE, PROTOCOL, ClusterLimits, DeskState
 from pytest_klineage.executors.desk import Desk
-from pytest_klineage.executors.ray import CALLS, ClusterDesk, RayExecutor
+from pytest_klineage.executors.ray import CALLS, NAME, ClusterDesk, RayExecutor, find_desk
 from pytest_klineage.executors.sealing import SECRET_VARIABLE, seal_reply, sealed
 from pytest_klineage.records import from_json, to_json
 from pytest_klineage.records.judging import FaultCode, JudgeReply, JudgeRequest, MachineFault
@@ -180,6 +181,64 @@ def test_a_desk_that_is_lost_is_found_again(ray: SimpleNamespace, monkeypatch: p
     with pytest.raises(HarnessError, match=r"does not answer \(lost\)"):
         ClusterDesk("ray").call("release")
     assert len(lost.asked) == 1 + CALLS
+
+
+CALLS_OF_A_DESK = {
+    2: {
+        "release": "(self) -> 'int'",
+        "replies": (
+            "(self, asker: 'str', fetched: 'list[tuple[str, str]]', doubted: 'list[tuple[str, str]]', "
+            "wait_s: 'float') -> 'tuple[str, list[bytes]]'"
+        ),
+        "set_pools": "(self, pools: 'bytes') -> 'None'",
+        "state": "(self) -> 'bytes'",
+        "submit": "(self, asker: 'str', orders: 'list[bytes]') -> 'str'",
+        "warm": "(self, platform: 'str') -> 'None'",
+    }
+}
+"""By protocol. A call that changes is a new protocol: a desk that runs has the old one."""
+
+
+def test_the_protocol_says_how_a_desk_is_called() -> None:
+    found = {
+        name: str(inspect.signature(call))
+        for name, call in vars(Desk).items()
+        if inspect.isfunction(call) and not name.startswith("_")
+    }
+    assert found == CALLS_OF_A_DESK[PROTOCOL]
+
+
+def test_a_desk_is_found_by_its_protocol(ray: SimpleNamespace) -> None:
+    """One that another version has left would be called with what it does not know."""
+    asked: dict[str, Any] = {}
+
+    def options(**given: Any) -> SimpleNamespace:
+        asked.update(given)
+        return SimpleNamespace(remote=lambda *arguments: "the desk")
+
+    ray.remote = lambda desk: SimpleNamespace(options=options)
+    assert find_desk() == "the desk"
+    assert (asked["name"], asked["namespace"], asked["lifetime"]) == (f"desk-{PROTOCOL}", "klineage", "detached")
+
+
+def test_the_desks_of_other_versions_end_as_well(ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold the devices; another namespace's actors stay, and one that has gone meanwhile is no fault."""
+    own = StandInDesk()
+    killed: list[object] = []
+    names = [("desk", "klineage"), (NAME, "klineage"), ("desk-1", "klineage"), ("judge", "klineage"), ("desk", "yours")]
+
+    def get_actor(name: str, *, namespace: str) -> str:
+        if name == "desk-1":
+            raise ValueError("no such actor")
+        return f"{namespace}/{name}"
+
+    ray.kill, ray.get_actor = killed.append, get_actor
+    ray.util = SimpleNamespace(
+        list_named_actors=lambda all_namespaces: [{"name": name, "namespace": space} for name, space in names]
+    )
+    at(own, monkeypatch)
+    ClusterDesk("ray").end()
+    assert killed == [own, "klineage/desk"]
 
 
 # --- the desk's look at the nodes -------------------------------------------------------------------------------------

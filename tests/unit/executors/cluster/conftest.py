@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from pytest_klineage.executors.cluster import CPU_RESOURCE, PRODUCT, ClusterLimits, JudgeState
-from pytest_klineage.executors.ray import RayExecutor, find_desk
+from pytest_klineage.executors.ray import NAME, NAMESPACE, RayExecutor, find_desk
 from pytest_klineage.executors.ray_judge import Judge
 
 LIMIT_S = 150.0
@@ -137,8 +137,8 @@ def end_desk() -> None:
     import ray
 
     with contextlib.suppress(ValueError):
-        ray.kill(ray.get_actor("desk", namespace="klineage"))
-    until(lambda: not any(actor["name"] == "desk" for actor in ray.util.list_named_actors(all_namespaces=True)))
+        ray.kill(ray.get_actor(NAME, namespace=NAMESPACE))
+    until(lambda: not any(actor["name"] == NAME for actor in ray.util.list_named_actors(all_namespaces=True)))
 
 
 def until(true: Callable[[], Any], limit_s: float = LIMIT_S) -> None:

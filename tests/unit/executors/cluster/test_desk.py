@@ -12,7 +12,7 @@ from pytest_klineage.errors import HarnessError, UsageError, WaitsForVerdict
 from pytest_klineage.executors.base import ExecutorGate, gate_settings, verdict_of
 from pytest_klineage.executors.canary import default_canary
 from pytest_klineage.executors.cluster import ClusterLimits
-from pytest_klineage.executors.ray import RayExecutor
+from pytest_klineage.executors.ray import NAME, NAMESPACE, RayExecutor
 from pytest_klineage.gate.settings import GateSettings
 from pytest_klineage.records.judging import JudgeRequest
 
@@ -183,3 +183,24 @@ def test_a_desk_that_was_lost(join: Join, ask: Ask) -> None:
     finish(executor)
     assert all(verdict_of(executor, request).ok for request in requests)
     assert executor._incarnation != before
+
+
+def test_the_end_of_a_desk_of_another_version(join: Join) -> None:
+    """It runs beside this one's, on the same devices."""
+    import ray
+
+    class Stale:
+        """Does nothing."""
+
+    executor = join()
+    ray.remote(Stale).options(name="desk", namespace=NAMESPACE, lifetime="detached", num_cpus=0).remote()
+    until(lambda: names() >= {"desk", NAME})
+    executor.desk.end()
+    until(lambda: not names() & {"desk", NAME})
+
+
+def names() -> set[str]:
+    """Of the actors of all clients."""
+    import ray
+
+    return {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
