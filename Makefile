@@ -1,7 +1,7 @@
 # Every target sets up .venv once (again when pyproject.toml or constraints.txt change) and then does what its name says.
 #
 #   make main-tier      five kernels built, checked and timed: the speedup table     (PLATFORM=auto, METHODS="naive expert")
-#   make build-kernels  every GPU kernel built, without a device                      (PLATFORMS="sm90 sm120", SUITES=...)
+#   make build-kernels  the tiers' GPU kernels built, without a device              (PLATFORMS="sm90 sm120", SUITES=...)
 #   make test           all tests                                                     (ARGS="-k gemm -x")
 #   make test-ray       the tests that start a Ray cluster on this machine; seven minutes on two cores
 #   make lint           ruff and mypy
