@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.plugin.comparison.base_checkout import BaseCheckout
 from pytest_klineage.plugin.comparison.base_tests import named_instead
+from pytest_klineage.plugin.comparison.kernel_files import KernelFiles
 from pytest_klineage.records import KernelSource, SourceFile, Surface
 
 
@@ -213,3 +217,116 @@ def test_others_of_that_name_change_nothing(trees: tuple[Path, Path]) -> None:
         older = checkout.base_kernel(made, head / "tests", [head / "kernels" / made.files[0].name])
         assert older is not None
         assert older.digest == made.digest
+
+
+def test_what_lies_outside_of_the_tree_is_passed_over(trees: tuple[Path, Path]) -> None:
+    head, base = trees
+    outside = head.parent / "outside"
+    text = "from . import near\nfrom .near import run\nfrom .. import far\n" + "from " + "." * 40 + "x import y\n"
+    above = "".join(f"from {'.' * level} import top\nfrom {'.' * level}top import run\n" for level in range(1, 20))
+    for name in ("__init__.py", "near.py"):
+        outside.mkdir(exist_ok=True)
+        (outside / name).write_text("# outside\n")
+    write(head.parent, far_py="")
+    (head.parent / "__init__.py").write_text("")
+    source = '#include "near.h"\n#include "odd\0.h"\n'
+    write(outside, k_py=text + above, k_cpp=source, near_h="new")
+    for root in (head, base):
+        (root / "kernels").symlink_to(outside)
+    checkout = BaseCheckout(head, base)
+    for name, written in (("k.py", text + above), ("k.cpp", source)):
+        made = kernel(name, written)
+        older = checkout.base_kernel(made, head / "tests", [head / "kernels" / name])
+        assert older is not None
+        assert older.digest == made.digest
+
+
+@pytest.mark.parametrize("where", ["beside", "path", "finder"])
+def test_of_modules_with_a_name_python_takes_one(
+    trees: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Without a sign of which is meant, any that has changed counts."""
+    head, base = trees
+    text = "import tools_of_mine\n"
+    for root, changed in ((head, "new"), (base, "old")):
+        write(root, kernels__k_py=text, a__tools_of_mine_py=f"# {changed}\n", b__tools_of_mine_py="# same\n")
+    made, at = kernel("k.py", text), [head / "kernels" / "k.py"]
+    with pytest.raises(UsageError, match=r"what it imports has changed, .*: a/tools_of_mine\.py$"):
+        BaseCheckout(head, base).base_kernel(made, head / "tests", at)
+    if where == "beside":
+        for root in trees:
+            write(root, kernels__tools_of_mine_py="# same\n")
+    elif where == "path":
+        monkeypatch.syspath_prepend(str(head / "b"))
+    else:
+        spec = importlib.util.spec_from_file_location("tools_of_mine", head / "b" / "tools_of_mine.py")
+        assert spec is not None
+        monkeypatch.setitem(sys.modules, "tools_of_mine", importlib.util.module_from_spec(spec))
+    older = BaseCheckout(head, base).base_kernel(made, head / "tests", at)
+    assert older is not None
+    assert older.digest == made.digest
+
+
+def test_a_kernels_own_files_come_first(trees: tuple[Path, Path]) -> None:
+    head, base = trees
+    for root, changed in ((head, "new"), (base, "old")):
+        for suffix in ("h", "py"):
+            write(root, **{f"include__common_{suffix}": "# same\n", f"other__common_{suffix}": f"# {changed}\n"})
+        write(root, kernels__k_cpp='#include "common.h"\n', kernels__k_py="import common\n")
+        write(root, kernels__n_cpp='#include "mine/parts.h"\n', src__mine__parts_h="same", src__other__parts_h=changed)
+    checkout = BaseCheckout(head, base)
+    for main, header in (("k.cpp", "common.h"), ("k.py", "common.py"), ("n.cpp", "")):
+        paths = [head / "kernels" / main, *([head / "include" / header] if header else [])]
+        files = tuple(SourceFile(path.name, path.read_text()) for path in paths)
+        made = msgspec.structs.replace(kernel(main, ""), files=files)
+        older = checkout.base_kernel(made, head / "tests", paths)
+        assert older is not None
+        assert older.digest == made.digest
+
+
+PACKAGE = {
+    "__init__.py": "from .fast import run\nfrom .slow import walk\n",
+    "fast.py": "def run():\n    pass\n",
+    "slow.py": "# {}\n",
+    "deep/__init__.py": "from ..slow import walk\n",
+    "deep/own.py": "from ..fast import run\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("from mine.fast import run", False),
+        ("from mine.deep.own import run", False),
+        ("from mine import run", True),
+        ("import mine.fast", True),
+        ("from mine.deep import own", True),
+        ("from mine.slow import walk", True),
+    ],
+)
+def test_a_package_on_the_way_is_compared_not_followed(trees: tuple[Path, Path], text: str, changed: bool) -> None:
+    head, base = trees
+    for root in trees:
+        write(root, kernels__k_py=text)
+        for name, part in PACKAGE.items():
+            path = root / "mine" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(part.replace("{}", root.name))
+    checkout = BaseCheckout(head, base)
+    made, at = kernel("k.py", text), [head / "kernels" / "k.py"]
+    if changed:
+        with pytest.raises(UsageError, match=r"what it imports has changed, .*: mine/slow\.py$"):
+            checkout.base_kernel(made, head / "tests", at)
+        return
+    assert checkout.base_kernel(made, head / "tests", at) is not None
+    (base / "mine" / "__init__.py").write_text("from .fast import walk as run\n")
+    with pytest.raises(UsageError, match=r"what it imports has changed, .*: mine/__init__\.py$"):
+        checkout.base_kernel(made, head / "tests", at)
+
+
+def test_files_that_end_alike_are_looked_for_once(trees: tuple[Path, Path]) -> None:
+    head, _base = trees
+    write(head, mine__deep__k_py="", other__k_py="")
+    files = KernelFiles(head)
+    assert files.ending_with("deep/k.py") == [head / "mine" / "deep" / "k.py"]
+    assert files.ending_with("deep/k.py") is files.ending_with("deep/k.py")

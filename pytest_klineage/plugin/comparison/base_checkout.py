@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from pytest_klineage.errors import UsageError
-from pytest_klineage.plugin.comparison.imports import changed_imports
+from pytest_klineage.plugin.comparison.imports import Imports
 from pytest_klineage.plugin.comparison.kernel_files import KernelFiles, read_text
 from pytest_klineage.records import KernelSource, SourceFile
 
@@ -40,6 +40,7 @@ class BaseCheckout:
             raise UsageError(f"--klineage-base: {base} is the tree under test; name a checkout of the base")
         self.files = KernelFiles(head, without=self.base)
         self._older_files = KernelFiles(self.base)
+        self._imports = Imports(self.files, self.base)
 
     def base_kernel(
         self, source: KernelSource, near: Path, at: Sequence[Path] = (), instead: Path | None = None
@@ -75,7 +76,7 @@ class BaseCheckout:
 
         Raises UsageError for others where nothing else has changed, when `strict`: nothing would be compared.
         """
-        changed = changed_imports(source.files, folders, self.files, self.base)
+        changed = self._imports.changed(source.files, folders)
         alone = [path for path in changed if self._is_alone(path)]
         if strict and (others := [str(path.relative_to(self.files.root)) for path in changed if path not in alone]):
             raise UsageError(f"what it imports has changed, and both would import the head's: {', '.join(others)}")

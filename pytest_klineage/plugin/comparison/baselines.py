@@ -71,7 +71,7 @@ class BaselineHooks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """A test that is run again, whoever does that, is compared as in its first attempt."""
+        """A test that is run again is compared as in its first attempt."""
         self._pins.begin(item)
 
     @pytest.hookimpl(optionalhook=True)

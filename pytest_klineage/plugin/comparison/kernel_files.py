@@ -19,6 +19,7 @@ class KernelFiles:
     def __init__(self, root: Path, without: Path | None = None) -> None:
         self.root = root
         self._without = without
+        self._ending: dict[str, list[Path]] = {}
 
     @cached_property
     def _by_name(self) -> dict[str, list[Path]]:
@@ -48,8 +49,11 @@ class KernelFiles:
 
     def ending_with(self, place: str) -> list[Path]:
         """The files whose path ends like this, in whole names."""
-        found = self._by_name.get(Path(place).name, ())
-        return [path for path in found if f"/{path.relative_to(self.root).as_posix()}".endswith(f"/{place}")]
+        if place not in self._ending:
+            named = self._by_name.get(Path(place).name, ())
+            found = [path for path in named if f"/{path.relative_to(self.root).as_posix()}".endswith(f"/{place}")]
+            self._ending[place] = found
+        return self._ending[place]
 
     def places(self, file: SourceFile, near: Path) -> list[Path]:
         """Every file of this name and text, the closest to the folder `near` first."""
