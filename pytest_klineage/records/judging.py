@@ -85,7 +85,7 @@ class FaultCode(StrEnum):
     ARTIFACT = "artifact_refused"
     """A kernel that was built elsewhere came with another digest than its own."""
     DEFINITION = "definition_missing"
-    """The operator's definition or the reference's function is not on the judge's machine, or does not import there."""
+    """A definition, a function, a library or a compiler that the request needs is not on the judge's machine."""
     MISUSE = "misuse"
     """The request asks for something that cannot be; no other machine would judge it either."""
 
