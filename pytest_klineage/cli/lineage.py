@@ -104,7 +104,7 @@ def run_list(arguments: argparse.Namespace) -> int:
     for folder in _all_folders(arguments.experts):
         lineage = read_record(folder)
         steps = counted(len(lineage.transitions), "step")
-        say_all(wrapped(f"{lineage.name}: {lineage.case.id}, {steps}, {lineage.termination.value}"))
+        say_all(wrapped(f"{_named(lineage, folder)}: {lineage.case.id}, {steps}, {lineage.termination.value}"))
     return OK
 
 
@@ -181,7 +181,7 @@ def _whole_walk(lineage: Lineage, folder: Path) -> Iterator[str]:
     yield ""
     yield from wrapped(f"ended: {lineage.termination.value}: {lineage.termination_reason}")
     if count:
-        yield f"next: pytest-klineage lineage walk {lineage.folder} 1   (a step with its edit)"
+        yield f"next: pytest-klineage lineage walk {_named(lineage, folder)} 1   (a step with its edit)"
 
 
 def _one_step(lineage: Lineage, folder: Path, number: int, edit: Edit) -> Iterator[str]:
@@ -319,5 +319,9 @@ def _all_folders(experts: Path) -> list[Path]:
 
 
 def _named(lineage: Lineage, folder: Path) -> str:
-    """What a lineage is called on the command line: its name below experts/, its folder elsewhere."""
-    return lineage.name if folder.parts[-4:-1] == (EXPERTS.name, *lineage.folder.split("/")) else str(folder)
+    """What a lineage is called on the command line: its name below experts/, its folder elsewhere.
+
+    A name that a walk and an author share is the walk's.
+    """
+    below = folder.parts[-4:-1] == (EXPERTS.name, *lineage.folder.split("/"))
+    return lineage.name if below and _folder(folder.parents[2], lineage.folder) == folder else str(folder)

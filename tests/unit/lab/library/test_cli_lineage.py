@@ -119,3 +119,11 @@ def test_an_outline_is_written_shown_and_verified(run: Run, make_lineage: MakeLi
     status, output = run("verify", "outline")
     assert status == 1
     assert "it has more of the kernels than an outline has" in " ".join(output.split())
+
+
+def test_the_lineage_that_shares_its_name_goes_by_its_folder(run: Run, make_lineage: MakeLineage) -> None:
+    other = FOLDER.parent / "stages"
+    save_lineage(other, *make_lineage())
+    assert [line.split(": ")[0] for line in run("list")[1].splitlines()] == ["gemm/cpu-cpp", str(other)]
+    assert f"pytest-klineage lineage show {other} 1" in run("walk", str(other))[1]
+    assert "pytest-klineage lineage show gemm/cpu-cpp 1" in run("walk", "gemm/cpu-cpp")[1]
