@@ -172,6 +172,23 @@ def test_gdn_chunk_form_equals_the_recurrence(tokens: int, size: int, input_dist
     assert close(form.state / scale, state / scale)
 
 
+def test_gdn_of_many_heads_is_evaluated_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("gdn", (5, 10, 16, 16, 64), "bf16", "torch", initial_state=True)
+    operator, inputs = OPERATORS["gdn"], draw(case, "well_conditioned")
+
+    def answers() -> list[torch.Tensor]:
+        expected = operator.oracle(case, inputs)
+        found = (expected, operator.baseline_output(case, inputs), operator.error_scale(case, inputs, expected))
+        return [tensor for outputs in found for tensor in outputs.values()]
+
+    whole, sizes = answers(), list[int]()
+    evaluate = OPERATORS["gdn"]._problem
+    monkeypatch.setattr("pytest_klineage.operators.gdn.AT_ONCE", 64 * 16 * 2 * 2)
+    monkeypatch.setattr(operator, "_problem", lambda own, *rest: sizes.append(own.shape["HV"]) or evaluate(own, *rest))
+    assert all(torch.equal(one, other) for one, other in zip(answers(), whole, strict=True))
+    assert sizes == [4, 4, 2] * 3
+
+
 def test_gdn_oracle_above_and_below_the_switch_agree(monkeypatch: pytest.MonkeyPatch, small_case: MakeCase) -> None:
     case = small_case("gdn-state")
     x = draw(case, "strong_gates")
