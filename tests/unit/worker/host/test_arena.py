@@ -26,6 +26,7 @@ from pytest_klineage.worker.host.arena import (
     is_poison,
     plan,
     poison,
+    same_bits,
 )
 
 SIGNATURE = Signature(
@@ -228,3 +229,22 @@ def test_an_inout_tensor_is_one_piece_of_memory() -> None:
     assert slot.inputs[0] == slot.outputs[0]
     assert [item.spec.name for item in slot.inout] == ["x"]
     assert [item.spec.name for item in slot.separate] == ["y"]
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_one_bit_is_seen_in_every_type_at_every_place(dtype: str) -> None:
+    memory = torch.arange(16).to(torch_dtype(dtype))
+    for start, count in itertools.product((0, 1, 4), (1, 7, 8)):
+        left = memory[start : start + count]
+        right = left.clone()
+        assert same_bits(left, right)
+        as_integers(right)[-1] ^= 1
+        assert not same_bits(left, right)
+
+
+def test_bits_are_compared_and_not_numbers_whatever_the_strides() -> None:
+    numbers = torch.tensor([[0.0, math.nan], [math.inf, 1.0]])
+    assert same_bits(numbers, numbers.clone())
+    assert same_bits(numbers.T, numbers.T.contiguous())
+    assert not same_bits(numbers, numbers.T)
+    assert not same_bits(torch.zeros(2), -torch.zeros(2))
