@@ -180,7 +180,7 @@ def experts_of(row: Row) -> list[KernelSource]:
     if row.family == REDUCTION:
         rows = max(1, 4 * WARP_ELEMENTS // row.shape[1])
         best = {"rows": rows, "warps": max(1, rows * row.shape[1] // WARP_ELEMENTS)}
-        return [own(row, "reductions.cu"), configured(row, best, "expert"), own(row, "reductions_bulk.cu")]
+        return [own(row, "reductions.cu"), configured(row, best, "expert")]
     core = borrow("gemm", "sm90", Surface.CUDA, "grouped" if row.operator == "grouped_mm" else "expert")
     parts = tuple(file for file in core.files if file.name in CORE)
     cuda = own(row, "products.cu", parts) if row.operator in ("addmm", "bmm") else core
