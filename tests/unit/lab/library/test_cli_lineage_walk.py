@@ -80,12 +80,13 @@ def test_a_hand_made_lineage_says_what_was_not_judged(run: Run, make_lineage: Ma
     made = msgspec.structs.replace(
         lineage, states=states, transitions=steps, termination=Termination.HAND_MADE, termination_reason="by hand"
     )
-    save_lineage(FOLDER.with_name("stages"), made, sources)
-    assert "gemm/cpu-cpp: gemm-64x64x64-fp32, 2 steps, hand_made" in run("list")[1].splitlines()
-    assert run("verify", str(FOLDER.with_name("stages")))[0] == 0
-    assert "not judged" in run("show", str(FOLDER.with_name("stages")))[1]
+    folder = FOLDER.with_name("stages")
+    save_lineage(folder, made, sources)
+    assert f"{folder}: gemm-64x64x64-fp32, 2 steps, hand_made" in run("list")[1].splitlines()
+    assert run("verify", str(folder))[0] == 0
+    assert "not judged" in run("show", str(folder))[1]
     with pytest.raises(UsageError, match="hand-made and has no simplifications"):
-        run("walk", str(FOLDER.with_name("stages")), "1", "--backward")
+        run("walk", str(folder), "1", "--backward")
 
 
 def test_one_step_is_shown_with_its_edit_and_what_was_refused(run: Run) -> None:
