@@ -105,7 +105,8 @@ def test_groups_of_cpus_are_what_they_are_without_gpus() -> None:
     every = [load_lineage(folder) for folder in find_all(EXPERTS)]
     cpus = [stored for stored in every if stored.lineage.platform == "cpu"]
     found = [group for group in grouped(timed_sites(every))[0] if not group.on_gpu]
-    assert found and found == grouped(timed_sites(cpus))[0]
+    assert found
+    assert found == grouped(timed_sites(cpus))[0]
 
 
 def test_a_step_that_was_not_judged_is_left_out(tmp_path: Path) -> None:
