@@ -41,6 +41,8 @@ BEST_TILE = {"block_m": 128, "block_n": 256, "block_k": 64, "stages": 3, "thread
 """That of experts/gemm/sm90-tilelang."""
 WARP_ELEMENTS = 1024
 """Of a row that a warp of the Triton expert holds: 32 numbers of a thread."""
+REDUCTION_FLAGS = ((), ("-DEARLY_WEIGHTS=1",), ("-DPLAIN_STORES=1",), ("-DEARLY_WEIGHTS=1", "-DPLAIN_STORES=1"))
+"""Ways to build kernels/reductions.cu among which a sweep chooses, as it was first."""
 CORE = ("kernel.cuh", "launch.cuh")
 """Files of experts/gemm that kernels/products.cu stands on."""
 
@@ -180,17 +182,18 @@ def experts_of(row: Row) -> list[KernelSource]:
     if row.family == REDUCTION:
         rows = max(1, 4 * WARP_ELEMENTS // row.shape[1])
         best = {"rows": rows, "warps": max(1, rows * row.shape[1] // WARP_ELEMENTS)}
-        return [own(row, "reductions.cu"), configured(row, best, "expert")]
+        built = [own(row, "reductions.cu", flags=flags) for flags in REDUCTION_FLAGS]
+        return [built[0], configured(row, best, "expert"), *built[1:]]
     core = borrow("gemm", "sm90", Surface.CUDA, "grouped" if row.operator == "grouped_mm" else "expert")
     parts = tuple(file for file in core.files if file.name in CORE)
     cuda = own(row, "products.cu", parts) if row.operator in ("addmm", "bmm") else core
     return [cuda, configured(row, BEST_TILE, "expert")]
 
 
-def own(row: Row, name: str, also: tuple[SourceFile, ...] = ()) -> KernelSource:
+def own(row: Row, name: str, also: tuple[SourceFile, ...] = (), flags: tuple[str, ...] = ()) -> KernelSource:
     """A CUDA kernel of this suite whose entry is the row's operator."""
     main = SourceFile(name, (HERE / "kernels" / name).read_text())
-    return KernelSource(surface=Surface.CUDA, files=(main, *also), entry=row.operator, label="expert")
+    return KernelSource(surface=Surface.CUDA, files=(main, *also), entry=row.operator, flags=flags, label="expert")
 
 
 def borrow(operator: str, platform: str, surface: Surface, variant: str = "expert") -> KernelSource:

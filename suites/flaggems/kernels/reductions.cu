@@ -3,7 +3,9 @@
 // A group of threads (a warp, or a block of several warps) holds a whole row: every thread has kVectors vectors of eight elements, vector i
 // at position i * threads + thread, so that neighbours read neighbouring 16 bytes. Sums go through shuffles, and through shared memory once per
 // value where the row has more than a warp. Columns are a multiple of 8, up to 8 * kVectors * threads; vectors past the end are zero.
-// Operands that are used once bypass L1 and leave L2 first (ld.global.nc with no_allocate, st.global.cs).
+// Operands that are used once bypass L1 and leave L2 first (ld.global.nc with no_allocate, st.global.cs). Two things are chosen when it is
+// built: -DEARLY_WEIGHTS=1 asks for weights before the row, so that their latency lies beside the row's and not behind the sums, at more
+// registers; -DPLAIN_STORES=1 writes results as other data.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -12,6 +14,14 @@
 
 namespace {
 
+#ifndef EARLY_WEIGHTS
+#define EARLY_WEIGHTS 0
+#endif
+#ifndef PLAIN_STORES
+#define PLAIN_STORES 0
+#endif
+
+constexpr bool kEarlyWeights = EARLY_WEIGHTS, kPlainStores = PLAIN_STORES;
 constexpr int kWide = 8;  // elements of a 16-byte vector
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -28,6 +38,11 @@ __device__ uint4 load_once(const void *from) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
     return v;
+}
+
+__device__ void store(uint4 *to, const uint4 &bytes) {
+    if constexpr (kPlainStores) *to = bytes;
+    else __stcs(to, bytes);
 }
 
 template <class T>
@@ -148,13 +163,33 @@ __device__ void read_row(float (&values)[kVectors][kWide], const Rows &p, int64_
             unpack<T>(other[v], more);
 #pragma unroll
             for (int i = 0; i < kWide; ++i) values[v][i] += more[i];
-            if (at < vectors_of_row) __stcs(residual + at, pack<T>(values[v]));
+            if (at < vectors_of_row) store(residual + at, pack<T>(values[v]));
         }
     }
 }
 
+// What a column is multiplied by, and what is added to it.
+template <int kVectors>
+struct Weights {
+    uint4 w[kVectors], b[kVectors];
+};
+
+template <Kind kKind, int kWarps, int kVectors>
+__device__ void read_weights(Weights<kVectors> &weights, const Rows &p, int vectors_of_row) {
+    const int lane = threadIdx.x % (32 * kWarps);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+        const int at = v * 32 * kWarps + lane;
+        if (at >= vectors_of_row) continue;
+        if constexpr (kKind != kSoftmax) weights.w[v] = __ldg(static_cast<const uint4 *>(p.w) + at);
+        if constexpr (kKind == kLayer) weights.b[v] = __ldg(static_cast<const uint4 *>(p.b) + at);
+    }
+}
+
 template <class T, Kind kKind, int kWarps, int kVectors>
-__device__ void write_row(float (&values)[kVectors][kWide], const Rows &p, int64_t row, int vectors_of_row) {
+__device__ void write_row(
+    float (&values)[kVectors][kWide], const Weights<kVectors> &weights, const Rows &p, int64_t row, int vectors_of_row
+) {
     const int lane = threadIdx.x % (32 * kWarps);
     uint4 *y = static_cast<uint4 *>(kKind == kAddRms ? p.x : p.y) + row * vectors_of_row;
 #pragma unroll
@@ -163,12 +198,12 @@ __device__ void write_row(float (&values)[kVectors][kWide], const Rows &p, int64
         if (at >= vectors_of_row) continue;
         if constexpr (kKind != kSoftmax) {
             float weight[kWide], bias[kWide] = {};
-            unpack<T>(__ldg(static_cast<const uint4 *>(p.w) + at), weight);
-            if constexpr (kKind == kLayer) unpack<T>(__ldg(static_cast<const uint4 *>(p.b) + at), bias);
+            unpack<T>(weights.w[v], weight);
+            if constexpr (kKind == kLayer) unpack<T>(weights.b[v], bias);
 #pragma unroll
             for (int i = 0; i < kWide; ++i) values[v][i] = values[v][i] * weight[i] + bias[i];
         }
-        __stcs(y + at, pack<T>(values[v]));
+        store(y + at, pack<T>(values[v]));
     }
 }
 
@@ -181,9 +216,12 @@ __global__ void __launch_bounds__(32 * kWarps * kRows) over_rows(const Rows p) {
     if (row >= p.rows) return;
     const int vectors_of_row = p.columns / kWide;
     float values[kVectors][kWide];
+    Weights<kVectors> weights;
+    if constexpr (kEarlyWeights) read_weights<kKind, kWarps>(weights, p, vectors_of_row);
     read_row<T, kKind, kWarps, kVectors>(values, p, row, vectors_of_row);
     normalise<kKind, kWarps, kVectors>(values, p, vectors_of_row, slots);
-    write_row<T, kKind, kWarps, kVectors>(values, p, row, vectors_of_row);
+    if constexpr (!kEarlyWeights) read_weights<kKind, kWarps>(weights, p, vectors_of_row);
+    write_row<T, kKind, kWarps>(values, weights, p, row, vectors_of_row);
 }
 
 template <class T, Kind kKind, int kWarps, int kRows, int kVectors>
