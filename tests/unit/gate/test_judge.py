@@ -164,7 +164,7 @@ class TestAccepted:
         """Where its clock may leave something out, with another count of calls on either side."""
         change(policy="do_bench")
         monkeypatch.setattr(findings, "unheard_ms", lambda samples: 1e-6)
-        timing = judge(cpp(before="usleep(3000);")).timing
+        timing = judge(cpp(before="usleep(30000);")).timing
         assert timing is not None
         assert timing.policy == "do_bench"
         assert len(timing.reference_samples_ms) > len(timing.candidate_samples_ms)
