@@ -38,7 +38,7 @@ SEQUENTIAL_TOKENS = 1024
 ORACLE_CHUNK = 64
 
 AT_ONCE = 2**26
-"""Elements of v that are evaluated at once, as many heads at a time: in float64 a chunk form takes about 30 times v."""
+"""Elements of v that are evaluated at once, a few heads at a time: a chunk form holds many tensors of this size."""
 
 HEAD_AXES = {"q": 1, "k": 1, "v": 1, "g": 1, "beta": 1, "state0": 0, "o": 1, "state": 0}
 """By input or output."""

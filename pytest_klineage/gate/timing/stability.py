@@ -22,7 +22,7 @@ HOPELESS = 0.5
 SLOW, UNLIKELY = (30.0, 8.0, 3.0, 2.0), 1e-3
 """A sample, of a call or on a GPU of a block of them, is slow that takes longer than so many medians of its side, the
 first of these by which some are the candidate's own; and how unlikely it is that so many more of its samples are. Where
-a busy machine makes a third of the reference's calls twice as long, those of 30 medians are still the candidate's."""
+a busy machine makes many of the reference's calls twice as long, those of 30 medians are still the candidate's."""
 
 
 class Groups(msgspec.Struct, frozen=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,9 @@ from pytest_klineage.gate.timing.policy import Measurement, Samples
 from pytest_klineage.gate.timing.stability import is_unstable, own_slow_calls, steady_reason, two_groups, what_was_seen
 from pytest_klineage.records import Code, Interval, KernelCase, KernelSource, Neighbours, Reason, Status, Verdict
 from pytest_klineage.records.device import GpuProcess
+from pytest_klineage.results.packed import read_packed
 
+RECORDED = Path(__file__).parents[4] / "results" / "gate_quality" / "a_a.jsonl"
 STEADY = [1.0 + 0.01 * (n % 9) for n in range(60)]
 TORN = [0.2] * 36 + [4.1] * 24
 """What a kernel of 0.2 ms takes when its two threads share a processor for a time slice in two calls of five."""
@@ -185,6 +189,14 @@ class TestRareSlowCalls:
                 for side in (self.STEADY, self.FAST)
             )
             assert own_slow_calls(Samples(reference=reference, candidate=candidate)) is None
+
+    def test_nor_is_any_in_recorded_timings_of_equal_kernels(self) -> None:
+        records = [json.loads(line) for line in read_packed(RECORDED).splitlines()]
+        assert records
+        for record in records:
+            sides = record["reference_samples_ms"], record["candidate_samples_ms"]
+            for reference, candidate in (sides, sides[::-1]):
+                assert own_slow_calls(Samples(reference=reference, candidate=candidate)) is None
 
     def test_nor_hides_calls_that_are_far_slower_than_what_it_adds(self) -> None:
         draw = random.Random(7)
