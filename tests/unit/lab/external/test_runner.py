@@ -23,6 +23,7 @@ pytest.importorskip("starlette", reason="needs the extra external")
 
 MakeRun = Callable[..., ExternalRun]
 Events = Callable[..., list[Any]]
+Left = Callable[[], list[int]]
 CLIENT = """\
 import json, os, subprocess, sys, time, urllib.error, urllib.request
 
@@ -55,16 +56,25 @@ def optimize(make_run: MakeRun, tmp_path: Path) -> Callable[..., tuple[ExternalR
     return run
 
 
-def marked() -> list[int]:
-    """Processes of any optimizer."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"{MARK}=".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
+@pytest.fixture
+def left(tmp_path: Path) -> Left:
+    """Processes of this test's optimizer that still run: a test beside this one may have one of its own."""
+
+    def look() -> list[int]:
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if (
+                    entry.name.isdigit()
+                    and f"{MARK}=".encode() in (entry / "environ").read_bytes()
+                    and (entry / "cwd").readlink() == tmp_path
+                ):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    return look
 
 
 def limits(**changes: Any) -> Limits:
@@ -72,7 +82,9 @@ def limits(**changes: Any) -> Limits:
 
 
 class TestEnds:
-    def test_an_optimizer_that_asks_submits_and_ends(self, provider: Any, optimize: Any, events: Events) -> None:
+    def test_an_optimizer_that_asks_submits_and_ends(
+        self, provider: Any, optimize: Any, events: Events, left: Left
+    ) -> None:
         provider.json(provider.message("speed 1.5"))
         run, outcome = optimize(
             "text = ask()['content'][0]['text']\nprint(submit(text)['speedup'])\nsubmit('speed 1.1')"
@@ -89,7 +101,7 @@ class TestEnds:
         }  # fmt: skip
         (stopped,) = events(run, Stopped)
         assert stopped.reason == "finished"
-        assert not marked()
+        assert not left()
 
     def test_its_output_is_kept(self, optimize: Any, tmp_path: Path) -> None:
         optimize("print('hello'); sys.stderr.write('there')")
@@ -116,7 +128,7 @@ class TestEnds:
         assert [step.verdict.code.value for step in outcome.steps] == ["build_error.compile"]
         assert any(note.topic == "malformed" for note in events(run, Noted))
 
-    def test_the_cap_ends_it(self, provider: Any, optimize: Any, events: Events) -> None:
+    def test_the_cap_ends_it(self, provider: Any, optimize: Any, events: Events, left: Left) -> None:
         provider.json(provider.message("speed 1.5", output_tokens=100))
         program = """
 while True:
@@ -130,7 +142,7 @@ while True:
         assert (outcome.stopped, outcome.best_speedup) == ("budget_exhausted", 1.5)
         assert outcome.spent_usd <= 0.002
         assert [stopped.reason for stopped in events(run, Stopped)] == ["budget_exhausted"]
-        assert not marked()
+        assert not left()
 
     def test_a_crash_after_the_cap_is_the_caps_doing(self, provider: Any, optimize: Any) -> None:
         _, outcome = optimize("ask()", limits=limits(budget_usd=0.0))
@@ -148,26 +160,28 @@ for place in range(99):
         assert (outcome.stopped, len(outcome.steps)) == ("step_limit", 2)
 
     @pytest.mark.parametrize(("changes", "word"), [({"deadline_s": 0.5}, "deadline"), ({"silence_s": 0.5}, "silent")])
-    def test_one_that_hangs(self, optimize: Any, changes: dict[str, float], word: str) -> None:
+    def test_one_that_hangs(self, optimize: Any, changes: dict[str, float], word: str, left: Left) -> None:
         _, outcome = optimize("submit('speed 1.5')\ntime.sleep(60)", limits=limits(**changes))
         assert (outcome.stopped, outcome.best_speedup) == (word, 1.5)
-        assert not marked()
+        assert not left()
 
     def test_a_long_judgement_is_no_silence(self, optimize: Any, judge: Any) -> None:
         judge.delay_s = 1.0
         _, outcome = optimize("submit('speed 1.5')", limits=limits(silence_s=0.4))
         assert outcome.stopped == "finished"
 
-    def test_one_that_ignores_being_asked_to_end(self, optimize: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_that_ignores_being_asked_to_end(
+        self, optimize: Any, monkeypatch: pytest.MonkeyPatch, left: Left
+    ) -> None:
         monkeypatch.setattr("pytest_klineage.lab.external.processes.TERMINATE_S", 0.3)
         _, outcome = optimize(
             "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)",
             limits=limits(deadline_s=0.5),
         )
         assert outcome.stopped == "deadline"
-        assert not marked()
+        assert not left()
 
-    def test_processes_that_run_on_are_found_and_ended(self, optimize: Any, events: Events) -> None:
+    def test_processes_that_run_on_are_found_and_ended(self, optimize: Any, events: Events, left: Left) -> None:
         program = """
 submit('speed 1.5')
 for detached in (False, True):
@@ -175,7 +189,7 @@ for detached in (False, True):
 """
         run, outcome = optimize(program)
         assert outcome.stopped == "finished"
-        assert not marked()
+        assert not left()
         notes = [note.text for note in events(run, Noted) if note.topic == "processes"]
         assert len(notes) == 1
         assert notes[0].startswith("2 of")
