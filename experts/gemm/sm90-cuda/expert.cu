@@ -8,6 +8,12 @@
 #include "klineage.h"
 #include "launch.cuh"
 
+// Plans that were not measured yet, off: GEMM_TURNED_160, GEMM_SHARED_64, GEMM_FEW_ROWS, GEMM_NARROW_BLOCKS and GEMM_LINES; see NOTES.md. Their times
+// are guesses, such that the shapes that they are for choose them. GEMM_ONLY=i leaves plan i of each list alone, to time it.
+#ifndef GEMM_LINES
+#define GEMM_LINES 0
+#endif
+
 namespace {
 using gemm::Config;
 using gemm::Problem;
@@ -25,7 +31,7 @@ struct Plan {
 
 template <class C>
 constexpr Plan plan(float step, float tile, float misaligned) {
-    return {C::kM * C::kShareB, C::kN * C::kShareA, C::kSplit,
+    return {C::kTurned ? C::kN * C::kShareA : C::kM * C::kShareB, C::kTurned ? C::kM * C::kShareB : C::kN * C::kShareA, C::kSplit,
             C::kSplit > 1 ? C::kSplit * 2 * gemm::kTileK : C::kDefer ? (C::kDefer + 1) * gemm::kTileK : 1,
             step, tile, misaligned, C::kDefer > 0, gemm::resident_clusters<C>, gemm::start<C>};
 }
@@ -49,7 +55,7 @@ float estimate(const Plan &plan, const Problem &p) {
 // A box of misaligned rows reads parts of lines, so that 256 bytes at once would fetch lines that others fetch again.
 Walk walk_of(const Plan &plan, const Problem &p) {
     Walk walk;
-    if (plan.deferred && (p.lda % kLine || p.ldb % kLine)) walk.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+    if ((plan.deferred || GEMM_LINES) && (p.lda % kLine || p.ldb % kLine)) walk.promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
     return walk;
 }
 
@@ -58,6 +64,9 @@ const char *start_best(const Problem &p, const Plan (&plans)[kCount]) {
     const Plan *best = nullptr;
     float least = INFINITY;
     for (const Plan &plan : plans) {
+#ifdef GEMM_ONLY
+        if (&plan != &plans[GEMM_ONLY]) continue;
+#endif
         const float time = estimate(plan, p);
         if (time < least) best = &plan, least = time;
     }
@@ -90,6 +99,20 @@ const char *run_rows(const Problem &p) {
         plan<Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 1, 2>>(0.24f, 0.42f, 1.6f),
         plan<Config<T, 64, 128, 1, 1, 1, 2, 0>>(0.312f, 1.85f, 1.1f),
         plan<Config<T, 64, 256, 1, 1, 1, 4, 0>>(0.563f, 3.67f, 1.3f),
+#if GEMM_TURNED_160
+        plan<gemm::Turned<T, 128, 160, GEMM_TURNED_160, 2>>(0.41f, 1.3f, 1.2f),
+#endif
+#if GEMM_SHARED_64
+        plan<Config<T, 128, 64, GEMM_SHARED_64, 2, 1, 1, 0>>(0.205f, 0.8f, 1.2f),
+#endif
+#if GEMM_FEW_ROWS == 1
+        plan<Config<T, 64, 192, 1, 1, 1, 4, 0>>(0.55f, 3.4f, 1.3f),
+#elif GEMM_FEW_ROWS == 2
+        plan<Config<T, 64, 64, 1, 1, 1, 2, 0>>(0.26f, 1.6f, 1.1f),
+#endif
+#if GEMM_NARROW_BLOCKS >= 32
+        plan<Config<T, 64, 32, 1, 1, 1, 1, 0>>(0.2f, 0.4f, 1.6f),
+#endif
     };
     return start_best(p, plans);
 }

@@ -145,8 +145,8 @@ __device__ __forceinline__ void consume_fused(const Fused<E> &x, const Schedule<
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     const uint32_t staging = base + C::kStages * C::kStageBytes + warp * O::kWarpStaging;
     const uint32_t target = threadIdx.x % 128, empty_mapped = map_to_cta(empty, C::kShare > 1 ? target % C::kShare : my.rank);
-    const uint64_t a = operand_descriptor<C::kMajorA, C::kShareA>(base, group * C::kBlocksM * 64);
-    const uint64_t b = operand_descriptor<C::kMajorB, C::kShareB>(base + C::kBytesA, 0);
+    const uint64_t a = operand_descriptor<C::kMajorA, C::kM, C::kShareA>(base, group * C::kBlocksM * 64);
+    const uint64_t b = operand_descriptor<C::kMajorB, C::kN, C::kShareB>(base + C::kBytesA, 0);
     constexpr int kLate = O::kGroups - O::kDefer, kRegisters = O::kBoxN / 4;  // the first late group; registers of a box
     float sum[C::kBlocksM][C::kN / 2];
     uint32_t late[O::kDefer ? O::kDefer * O::kStaged * kRegisters : 1] = {};
@@ -258,6 +258,12 @@ struct Scaled : Epilogue<Scaled, Scales> {
     __device__ __forceinline__ uint32_t packed(const float (&sum)[C::kBlocksM][C::kN / 2], int box, int i) const {
         const float *d = &sum[box / (O::kN / O::kBoxN)][place_in_sum<O>(box, i)];
         return pack<typename O::T>(d[0] * factor, d[1] * factor);
+    }
+    template <class T>
+    static __device__ __forceinline__ void finish(const Scales &from, int, float (&total)[8]) {
+        const float factor = *from.a * *from.b;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) total[j] *= factor;
     }
 };
 

@@ -143,7 +143,7 @@ __device__ __forceinline__ void Grouped::consume(const Call &x, const Schedule<C
     const int part = threadIdx.x / 128, warp = threadIdx.x / 32;
     const uint32_t staging = base + C::kStages * C::kStageBytes + warp * C::kWarpStaging;
     const uint32_t target = threadIdx.x % 128, empty_mapped = map_to_cta(empty, C::kShare > 1 ? target % C::kShare : my.rank);
-    const uint64_t a = operand_descriptor<0, 1>(base, part * 64), b = operand_descriptor<1, C::kShareB>(base + C::kBytesA, 0);
+    const uint64_t a = operand_descriptor<0, C::kM, 1>(base, part * 64), b = operand_descriptor<1, C::kN, C::kShareB>(base + C::kBytesA, 0);
     constexpr int kLate = C::kGroups - C::kDefer, kRegisters = C::kBoxN / 4;
     float sum[1][C::kN / 2];
     uint32_t late[C::kDefer ? C::kStaged * kRegisters : 1] = {};

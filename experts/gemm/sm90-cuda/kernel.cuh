@@ -27,6 +27,13 @@ constexpr int kTileK = 64;           // k of a stage
 constexpr int kMaxShared = 232448;   // bytes of shared memory that a CTA may have
 constexpr int kBarrierBytes = 256;
 
+#ifndef GEMM_NARROW_BLOCKS
+#define GEMM_NARROW_BLOCKS 0  // off; see NOTES.md
+#endif
+// Columns of a block of an operand in rows of M or N, one swizzle row: 64 (128 bytes), or 32 (64 bytes) where the tile has half a block left over.
+__host__ __device__ constexpr int block_columns(int extent) { return extent % 64 == 32 && extent <= GEMM_NARROW_BLOCKS ? 32 : 64; }
+__host__ __device__ constexpr int blocks_of(int extent) { return (extent + block_columns(extent) - 1) / block_columns(extent); }
+
 // A kernel. kShareA, kShareB: CTAs of a cluster that share A (neighbours along N) or B (along M); kSplit: CTAs that share
 // one tile, each with its part of K. Major: 0 = rows of K, 1 = rows of M or N. kDefer: groups of results stored late.
 template <class T_, int kM_, int kN_, int kWarpgroups_, int kShareA_ = 1, int kShareB_ = 1, int kSplit_ = 1, int kDefer_ = 0,
@@ -36,9 +43,10 @@ struct Config {
     static constexpr int kM = kM_, kN = kN_, kWarpgroups = kWarpgroups_, kSplit = kSplit_, kDefer = kDefer_;
     static constexpr int kShareA = kShareA_, kShareB = kShareB_, kShare = kShareA * kShareB, kCluster = kShare * kSplit;
     static constexpr int kMajorA = kMajorA_, kMajorB = kMajorB_, kCtasPerSm = kCtasPerSm_;
+    static constexpr bool kTurned = false;
     static constexpr int kThreads = kWarpgroups * 128 + (kWarpgroups == 1 ? 32 : 128);
     static constexpr int kBlocksM = kM / (64 * kWarpgroups);        // 64-row products of a warpgroup
-    static constexpr int kBytesA = kM * kRow, kBytesB = (kMajorB ? (kN + 63) / 64 * 64 : kN) * kRow;
+    static constexpr int kBytesA = kM * kRow, kBytesB = (kMajorB ? blocks_of(kN) * block_columns(kN) : kN) * kRow;
     static constexpr int kStageBytes = kBytesA + kBytesB;
     static constexpr int kBoxN = kN % 64 ? 32 : 64, kBoxBytes = 16 * kBoxN * 2;  // a warp's output box: 16 rows
     static constexpr int kBoxes = kBlocksM * kN / kBoxN, kStaged = 4096 / kBoxBytes < kBoxes ? 4096 / kBoxBytes : kBoxes;
@@ -52,6 +60,19 @@ struct Config {
     static_assert(kSplit == 1 || kM * kPitch * 4 <= kStages * kStageBytes, "partial sums fit the ring");
     static_assert(kDefer == 0 || kSplit == 1, "split tiles have no next tile");
     static_assert(kStages >= 2 && kDefer <= kGroups, "");
+};
+
+// A kernel of c^T = b^T a^T for row-major operands: wgmma's rows are columns of C, kM to a tile, and its columns are kN rows of C, which a's rows of K
+// give in any multiple of 8. The kernel's A is b, its M is N, and the reverse. A tile is staged as a whole, as kN rows of 64 columns for each block.
+template <class T, int kM, int kN, int kWarpgroups, int kShareB>
+struct Turned : Config<T, kM, kN, kWarpgroups, 1, kShareB, 1, 0, 1, 0> {
+    using Plain = Config<T, kM, kN, kWarpgroups, 1, kShareB, 1, 0, 1, 0>;
+    static constexpr bool kTurned = true;
+    static constexpr int kBlockBytes = kN * kRow, kStaging = kM / 64 * kBlockBytes;
+    static constexpr int kFits = (kMaxShared - 1024 - kBarrierBytes - kStaging) / Plain::kStageBytes;
+    static constexpr int kStages = kFits > 8 ? 8 : kFits;
+    static constexpr int kSharedBytes = 1024 + kStages * Plain::kStageBytes + kStaging + kBarrierBytes;
+    static_assert(kStages >= 2 && kN % 16 == 0 && kBlockBytes % 1024 == 0, "");
 };
 
 // What a launch passes by value. group: cluster rows of a raster band; alternate, snake: 0 or 1.
@@ -68,7 +89,7 @@ __device__ __forceinline__ int2 tile_at(int index, int rows, int columns, int gr
     return make_int2(band * group + inside % height, snake && band % 2 ? columns - 1 - column : column);
 }
 
-// One operand's slice of a stage: kExtent rows of K, or k rows of kExtent in blocks of 64 columns; with kShare > 1 this CTA
+// One operand's slice of a stage: kExtent rows of K, or k rows of kExtent in blocks of columns; with kShare > 1 this CTA
 // brings only its `part` (of the rows, or of the k), for all CTAs of the mask.
 template <int kMajor, int kExtent, int kShare>
 __device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap *map, uint32_t full, int k, int at, int part, uint16_t ctas, bool wide) {
@@ -77,30 +98,31 @@ __device__ __forceinline__ void load_operand(uint32_t to, const CUtensorMap *map
         if constexpr (kShare == 1) tma_load_2d(to, map, full, k, at);
         else tma_load_2d_multicast(to + part * kRows * kRow, map, full, k, at + part * kRows, ctas);
     } else {
-        constexpr int kBlocks = (kExtent + 63) / 64, kDepth = kTileK / kShare;
-        to += part * kBlocks * kDepth * kRow, k += part * kDepth;
+        constexpr int kColumns = block_columns(kExtent), kBlocks = blocks_of(kExtent), kDepth = kTileK / kShare;
+        to += part * kBlocks * kDepth * kColumns * 2, k += part * kDepth;
         if (wide) {
-            if constexpr (kShare == 1) tma_load_3d(to, map, full, 0, k, at / 64);
-            else tma_load_3d_multicast(to, map, full, 0, k, at / 64, ctas);
+            if constexpr (kShare == 1) tma_load_3d(to, map, full, 0, k, at / kColumns);
+            else tma_load_3d_multicast(to, map, full, 0, k, at / kColumns, ctas);
             return;
         }
 #pragma unroll
-        for (int i = 0; i < kBlocks; ++i, to += kDepth * kRow)
-            if constexpr (kShare == 1) tma_load_2d(to, map, full, at + 64 * i, k);
-            else tma_load_2d_multicast(to, map, full, at + 64 * i, k, ctas);
+        for (int i = 0; i < kBlocks; ++i, to += kDepth * kColumns * 2)
+            if constexpr (kShare == 1) tma_load_2d(to, map, full, at + kColumns * i, k);
+            else tma_load_2d_multicast(to, map, full, at + kColumns * i, k, ctas);
     }
 }
 
 // Descriptor of an operand at the first stage, and what the products at k = 16 i add to it.
-template <int kMajor, int kShare>
+template <int kMajor, int kExtent, int kShare>
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t base, int row) {
     constexpr int kDepth = kTileK / kShare;
+    if (kMajor == 1 && block_columns(kExtent) == 32) return matrix_descriptor<Swizzle::k64>(base + row / 32 * kDepth * 64, kDepth * 64, 512);
     return kMajor == 0 ? matrix_descriptor(base + row * kRow, 16, 1024) : matrix_descriptor(base + row / 64 * kDepth * kRow, kDepth * kRow, 1024);
 }
 template <int kMajor, int kExtent, int kShare>
 __host__ __device__ constexpr int descriptor_step(int i) {
-    constexpr int kDepth = kTileK / kShare, kBlocks = (kExtent + 63) / 64, kSteps = kDepth / 16;
-    return kMajor == 0 ? i * 2 : (i / kSteps * kBlocks * kDepth * kRow + i % kSteps * 16 * kRow) / 16;
+    constexpr int kDepth = kTileK / kShare, kBlocks = blocks_of(kExtent), kSteps = kDepth / 16, kBytes = block_columns(kExtent) * 2;
+    return kMajor == 0 ? i * 2 : (i / kSteps * kBlocks * kDepth * kBytes + i % kSteps * 16 * kBytes) / 16;
 }
 
 // The place in the ring, and the parity of its current round.
@@ -262,13 +284,41 @@ __device__ __forceinline__ void reduce_split(const Arguments &x, const float (&s
     }
 }
 
+// A warpgroup's blocks of a turned tile, from the column `at.x` and the row `at.y` of C on: transposed on their way to the staging, one store each.
+template <class C>
+__device__ __forceinline__ void store_turned(const Arguments &x, const float (&sum)[C::kBlocksM][C::kN / 2], uint32_t staging, int2 at) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, barrier = 3 + threadIdx.x / 128;
+    if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // the tile before has left the staging
+    __syncwarp();
+    named_barrier_sync(barrier, 128);
+    // Lane 8 i + r gives row r of matrix i of four: rows of C in i / 2, 16-byte chunks of 8 columns in i % 2.
+    const uint32_t to = staging + (lane / 16 * 8 + lane % 8) * kRow + (((2 * warp + lane / 8 % 2) ^ lane % 8) << 4);
+#pragma unroll
+    for (int block = 0; block < C::kBlocksM; ++block)
+#pragma unroll
+        for (int q = 0; q < C::kN / 16; ++q) {
+            using T = typename C::T;
+            const float *d = &sum[block][8 * q];
+            stmatrix_x4_trans(to + block * C::kBlockBytes + q * 16 * kRow, pack<T>(d[0], d[1]), pack<T>(d[2], d[3]), pack<T>(d[4], d[5]),
+                              pack<T>(d[6], d[7]));
+        }
+    fence_async_shared();
+    named_barrier_sync(barrier, 128);
+    if (threadIdx.x % 128 == 0) {
+#pragma unroll
+        for (int block = 0; block < C::kBlocksM; ++block) tma_store_2d(&x.c, staging + block * C::kBlockBytes, at.x + block * 64, at.y);
+        bulk_commit();
+    }
+    __syncwarp();
+}
+
 template <class C>
 __device__ __forceinline__ void consume(const Arguments &x, const Schedule<C> &my, uint32_t base, uint32_t full, uint32_t empty) {
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32;
     const uint32_t staging = base + C::kStages * C::kStageBytes + warp * C::kWarpStaging;
     const uint32_t target = threadIdx.x % 128, empty_mapped = map_to_cta(empty, C::kShare > 1 ? target % C::kShare : my.rank);
-    const uint64_t a = operand_descriptor<C::kMajorA, C::kShareA>(base, group * C::kBlocksM * 64);
-    const uint64_t b = operand_descriptor<C::kMajorB, C::kShareB>(base + C::kBytesA, 0);
+    const uint64_t a = operand_descriptor<C::kMajorA, C::kM, C::kShareA>(base, group * C::kBlocksM * 64);
+    const uint64_t b = operand_descriptor<C::kMajorB, C::kN, C::kShareB>(base + C::kBytesA, 0);
     constexpr int kLate = C::kGroups - C::kDefer, kRegisters = C::kBoxN / 4;  // the first late group; registers of a box
     float sum[C::kBlocksM][C::kN / 2];
     uint32_t late[C::kDefer ? C::kDefer * C::kStaged * kRegisters : 1] = {};  // the last tile's results, on their way out
@@ -297,10 +347,15 @@ __device__ __forceinline__ void consume(const Arguments &x, const Schedule<C> &m
             reduce_split<C>(x, sum, base, at);
             return;  // one tile for each cluster
         }
+        if constexpr (C::kTurned) {
+            const int first = group * C::kBlocksM;
+            store_turned<C>(x, sum, base + C::kStages * C::kStageBytes + first * C::kBlockBytes, make_int2(at.x + first * 64, at.y));
+            continue;
+        }
         const int row = at.x + group * C::kBlocksM * 64 + warp % 4 * 16;
         if constexpr (kLate >= 1) store_group<C, 0>(x, staging, row, at.y, from_sum);
         if constexpr (kLate >= 2) store_group<C, 1>(x, staging, row, at.y, from_sum);
-        static_assert(C::kGroups <= 2, "");
+        static_assert(C::kGroups <= 2 || C::kTurned, "");
         if constexpr (C::kDefer > 0) {
 #pragma unroll
             for (int box = kLate * C::kStaged; box < C::kBoxes; ++box)

@@ -26,14 +26,27 @@ struct Walk {
     CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B;
 };
 
-// The map of an operand with `extent` rows or columns; wide: blocks of 64 columns as a third dimension.
+// The map of an operand with `extent` rows or columns; wide: blocks of columns as a third dimension.
 template <class T, int kMajor, int kExtent, int kShare>
 const char *operand_map(CUtensorMap *map, const void *data, int extent, int k, int64_t ld, CUtensorMapL2promotion promotion, int *wide) {
     const cuuint64_t bytes = cuuint64_t(ld) * sizeof(T), rows = extent, depth = k;
-    *wide = kMajor == 1 && kExtent % 64 == 0 && extent % 64 == 0;
+    constexpr int kColumns = block_columns(kExtent);
+    constexpr CUtensorMapSwizzle kSwizzle = kColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+    *wide = kMajor == 1 && kExtent % kColumns == 0 && extent % kColumns == 0;
     if (kMajor == 0) return encode_tiled<T, 2>(map, data, {depth, rows}, {bytes}, {64, kExtent / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
-    if (!*wide) return encode_tiled<T, 2>(map, data, {rows, depth}, {bytes}, {64, kTileK / kShare}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
-    return encode_tiled<T, 3>(map, data, {64, depth, rows / 64}, {bytes, 128}, {64, kTileK / kShare, (kExtent + 63) / 64}, CU_TENSOR_MAP_SWIZZLE_128B, promotion);
+    if (!*wide) return encode_tiled<T, 2>(map, data, {rows, depth}, {bytes}, {kColumns, kTileK / kShare}, kSwizzle, promotion);
+    return encode_tiled<T, 3>(map, data, {kColumns, depth, rows / kColumns}, {bytes, kColumns * sizeof(T)},
+                              {kColumns, kTileK / kShare, blocks_of(kExtent)}, kSwizzle, promotion);
+}
+
+// The map of C: a warp's boxes of results, or a block of a turned tile (m and n are exchanged there).
+template <class C>
+const char *result_map(CUtensorMap *map, const Problem &p) {
+    using T = typename C::T;
+    const cuuint64_t bytes = cuuint64_t(p.ldc) * sizeof(T);
+    if (C::kTurned) return encode_tiled<T, 2>(map, p.c, {cuuint64_t(p.m), cuuint64_t(p.n)}, {bytes}, {64, C::kN});
+    return encode_tiled<T, 2>(map, p.c, {cuuint64_t(p.n), cuuint64_t(p.m)}, {bytes}, {C::kBoxN, 16},
+                              C::kBoxN == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 // How many clusters of a configuration the device holds at once: 0 when that cannot be told. Clusters of four do not fill it.
@@ -54,8 +67,10 @@ int resident_clusters() {
 
 // Starts a configuration on a problem. Returns nullptr, or why it cannot.
 template <class C>
-const char *start(const Problem &p, const Walk &walk) {
+const char *start(const Problem &given, const Walk &walk) {
     using T = typename C::T;
+    Problem p = given;
+    if (C::kTurned) p.a = given.b, p.b = given.a, p.m = given.n, p.n = given.m, p.lda = given.ldb, p.ldb = given.lda;
     Arguments x = {};
     x.out = p.c, x.m = p.m, x.n = p.n, x.k = p.k, x.ldc = int(p.ldc);
     x.group = walk.group, x.alternate = walk.alternate, x.snake = walk.snake;
@@ -64,9 +79,7 @@ const char *start(const Problem &p, const Walk &walk) {
     if (p.k <= (C::kSplit - 1) * kTileK) return "gemm: K is too small to be split";
     if (const char *why = operand_map<T, C::kMajorA, C::kM, C::kShareA>(&x.a, p.a, p.m, p.k, p.lda, walk.promotion, &x.wide_a)) return why;
     if (const char *why = operand_map<T, C::kMajorB, C::kN, C::kShareB>(&x.b, p.b, p.n, p.k, p.ldb, walk.promotion, &x.wide_b)) return why;
-    if (const char *why = encode_tiled<T, 2>(&x.c, p.c, {cuuint64_t(p.n), cuuint64_t(p.m)}, {cuuint64_t(p.ldc) * sizeof(T)}, {C::kBoxN, 16},
-                                             C::kBoxN == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B))
-        return why;
+    if (const char *why = result_map<C>(&x.c, p)) return why;
     constexpr int kRows = C::kM * C::kShareB, kColumns = C::kN * C::kShareA;
     const int tiles = (p.m + kRows - 1) / kRows * ((p.n + kColumns - 1) / kColumns);
     const int held = resident_clusters<C>();

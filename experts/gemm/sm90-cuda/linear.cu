@@ -23,6 +23,11 @@ const char *run_linear(const gemm::Problem &p, const void *bias) {
         gemm::plan<E, Config<T, 64, 64, 1, 1, 1, 1, 0, 0, 0, 2>>(0.24f, 0.42f, 1.6f),
         gemm::plan<E, Config<T, 64, 128, 1, 1, 1, 2, 0, 0, 0>>(0.312f, 1.85f, 1.1f),
         gemm::plan<E, Config<T, 64, 256, 1, 1, 1, 4, 0, 0, 0>>(0.563f, 3.67f, 1.3f),
+#if GEMM_FEW_ROWS == 1  // see NOTES.md
+        gemm::plan<E, Config<T, 64, 192, 1, 1, 1, 4, 0, 0, 0>>(0.55f, 3.4f, 1.3f),
+#elif GEMM_FEW_ROWS == 2
+        gemm::plan<E, Config<T, 64, 64, 1, 1, 1, 2, 0, 0, 0>>(0.26f, 1.6f, 1.1f),
+#endif
     };
     return gemm::start_best(plans, p, bias);
 }
