@@ -216,7 +216,8 @@ def faster_when_known(
         [(r, c) for r, c, new in zip(reference, candidate, novel, strict=False) if new is kind]
         for kind in (True, False)
     ]
-    if min(map(len, groups)) < LEAST_NOVEL:
+    # An interval holds its estimate: where the estimates lie no further apart, no interval is needed.
+    if min(map(len, groups)) < LEAST_NOVEL or known_gain(reference, candidate, novel) <= asked:
         return None
     on_novel, on_known = (
         paired_interval([pair[0] for pair in group], [pair[1] for pair in group], confidence=MEMORY_CONFIDENCE)

@@ -225,13 +225,14 @@ class WorkerHandle:
         return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
 
     def _pause(self, checking: bool, timed: bool) -> None:
-        """Have a check come as long after the last call as one timed call in ten, where the other side was at work.
+        """Have a check come as long after the last call as one of the timed calls did, drawn anew for each check.
 
-        A kernel could else be right where calls follow one another, and careless after the pauses of a timing.
+        A kernel could else be right where calls follow one another, and careless after the pauses of a timing, in which
+        the other side was at work; or the other way round.
         """
         since_s = time.monotonic() - self.ended_s
         if checking and self.pauses:
-            time.sleep(max(0.0, sorted(self.pauses)[len(self.pauses) * 9 // 10] - since_s))
+            time.sleep(max(0.0, secrets.choice(self.pauses) - since_s))
         elif timed and not checking:
             self.pauses.append(since_s)
 
