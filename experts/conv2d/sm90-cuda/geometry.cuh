@@ -10,6 +10,14 @@ namespace conv2d {
 #define UNROLL _Pragma("unroll")
 #define LOOP _Pragma("unroll 1")
 
+// Switches for what has not been measured yet (NOTES.md, "One wave"): 0 is what runs today.
+#ifndef CONV_ONE_WAVE
+#define CONV_ONE_WAVE 0  // NHWC halos with filters as rows of the product, wide tiles, and the cost model that chooses them
+#endif
+#ifndef CONV_STREAM_X
+#define CONV_STREAM_X 0  // 1x1: x leaves the L2 cache first
+#endif
+
 // n / d for 0 <= n < 2^31: the high half of a product, and a shift.
 struct Divider {
     unsigned multiplier = 0, shift = 0;

@@ -1,8 +1,9 @@
 // Convolution as a matrix product on sm_90a: one producer warp with TMA, one to three consumer warpgroups with wgmma.
 //
-// NHWC: rows of the product are pixels, columns filters. NCHW: rows are filters, columns pixels. Both operands lie in rings in
-// shared memory, 64 channels (128 bytes, swizzled) to a row. With splits, the CTAs of a cluster share K and add their sums
-// through shared memory in the order of their ranks. The epilogue turns sums to 16 bits in a warp's own part of the ring's memory.
+// NHWC: rows of the product are pixels, columns filters, or with kFilterRows the other way round. NCHW: rows are filters, columns
+// pixels. Both operands lie in rings in shared memory, 64 channels (128 bytes, swizzled) to a row. With splits, the CTAs of a cluster
+// share K and add their sums through shared memory in the order of their ranks. The epilogue turns sums to 16 bits in a part of the
+// ring's memory of a warp, or with kFilterRows in NHWC of a warpgroup.
 #ifndef CONV2D_IMPLICIT_GEMM_CUH
 #define CONV2D_IMPLICIT_GEMM_CUH
 
@@ -43,6 +44,7 @@ struct Memory {
     DEVICE uint32_t pixels_empty(uint32_t stage) const { return bars + (kMaxStages + stage) * 16 + 8; }
 };
 constexpr int kBarrierBytes = (kMaxStages + 4) * 16;
+constexpr int kTurnedPitch = 64 * 2 + 16;  // bytes of 64 filters of a column, and a pad for the banks
 
 // The part of K of this CTA.
 struct Part {
@@ -59,6 +61,22 @@ DEVICE void load_halo(const Params &g, const CUtensorMap *x_map, uint32_t to, ui
         const int n = g.by_rows(top + i), h = top + i - n * g.rows_of_image - g.pad;
         tma_load_4d(to + i * g.pitch * 128, x_map, bar, chunk * kChunk, -g.pad, h, n);
     }
+}
+
+// A box of x for a filter of one tap: the tiles that read it run at once, and nobody reads it after them.
+DEVICE void load_once_2d(uint32_t to, const CUtensorMap *map, uint32_t bar, int channel, int pixel) {
+#if CONV_STREAM_X
+    tma_load_2d_hint(to, map, bar, channel, pixel, l2_evict_first());
+#else
+    tma_load_2d(to, map, bar, channel, pixel);
+#endif
+}
+DEVICE void load_once_3d(uint32_t to, const CUtensorMap *map, uint32_t bar, int pixel, int channel, int image) {
+#if CONV_STREAM_X
+    tma_load_3d_hint(to, map, bar, pixel, channel, image, l2_evict_first());
+#else
+    tma_load_3d(to, map, bar, pixel, channel, image);
+#endif
 }
 
 // One warp. `first` is the first column of the tile: pixel (kIm2col) or position (kHalo).
@@ -89,7 +107,7 @@ DEVICE void produce(const Params &g, const Memory &at, const CUtensorMap *x_map,
             mbarrier_wait(at.empty(ring.stage), ring.phase ^ 1);
             mbarrier_arrive_expect(bar, g.weight_bytes + kPixels * 128);
             if (g.whole) {
-                tma_load_2d(pixels, x_map, bar, chunk * kChunk, first);
+                load_once_2d(pixels, x_map, bar, chunk * kChunk, first);
             } else {
                 const int r = g.by_size(tap), s = tap - r * g.size;
                 tma_load_im2col_4d(pixels, x_map, bar, chunk * kChunk, q * g.stride - g.pad, p * g.stride - g.pad, n, s, r);
@@ -101,7 +119,7 @@ DEVICE void produce(const Params &g, const Memory &at, const CUtensorMap *x_map,
 }
 
 // d += A B over a part of K, for the kBlocks blocks of 64 rows of warpgroup `group`.
-template <class T, Source kSource, bool kNchw, int kBlocks, int kN>
+template <class T, Source kSource, bool kFilterRows, int kBlocks, int kN>
 DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int group, float (&d)[kBlocks][kN / 2]) {
     const bool leader = threadIdx.x % 32 == 0;
     const int slot = first - g.by_pitch(first) * g.pitch;  // kHalo: of the tile's first position in its first row
@@ -116,9 +134,9 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
             mbarrier_wait(at.full(ring.stage), ring.phase);
             uint32_t pixels = at.pixels + (kSource == Source::kHalo ? pixel_ring.stage : ring.stage) * g.pixel_bytes;
             if constexpr (kSource == Source::kHalo) pixels += (slot + r * g.pitch + s) * 128;
-            const uint32_t weights = at.weights + ring.stage * g.weight_bytes, a_at = kNchw ? weights : pixels;
+            const uint32_t weights = at.weights + ring.stage * g.weight_bytes, a_at = kFilterRows ? weights : pixels;
             const uint64_t a = matrix_descriptor(a_at + group * kBlocks * 8192, 16, 1024);
-            const uint64_t b = matrix_descriptor(kNchw ? pixels : weights, 16, 1024);
+            const uint64_t b = matrix_descriptor(kFilterRows ? pixels : weights, 16, 1024);
             wgmma_fence();
             UNROLL for (int k = 0; k < 4; ++k)
                 UNROLL for (int block = 0; block < kBlocks; ++block)
@@ -144,11 +162,28 @@ DEVICE void consume(const Params &g, const Memory &at, Part part, int first, int
     UNROLL for (int block = 0; block < kBlocks; ++block) pin(d[block]);
 }
 
-template <class T, int kM, int kN, int kGroups, int kPerSm, bool kNchw, Source kSource>
+// NHWC where rows of the product are filters: 16 columns of a warp's 16 filters go to [column][64 filters of the warpgroup] in shared
+// memory, then the warps store 16 columns at a time.
+template <class T>
+DEVICE void turn(uint32_t stage, int column, const float *v) {
+    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    stmatrix_x4_trans(stage + (column + lane / 16 * 8 + lane % 8) * kTurnedPitch + warp * 32 + lane / 8 % 2 * 16, pack<T>(v[0], v[1]),
+                      pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+}
+template <class T, Source kSource>
+DEVICE void store_turned(const Params &g, const Columns<kSource> &columns, uint32_t stage, int filter, int from, int to) {
+    named_barrier_sync(2 + threadIdx.x / 128, 128);
+    LOOP for (int column = from + threadIdx.x / 32 % 4 * 16; column < to; column += 64)
+        store_nhwc<T, kSource, kTurnedPitch>(g, columns, stage + column * kTurnedPitch, column, filter, 0, 64);
+    __syncwarp();
+}
+
+template <class T, int kM, int kN, int kGroups, int kPerSm, bool kNchw, Source kSource, bool kFilterRows = kNchw>
 __global__ void __launch_bounds__(kGroups * 128 + 32, kPerSm)
 tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map, const __grid_constant__ Params g) {
     extern __shared__ unsigned char raw[];
-    constexpr int kBlocks = kM / kGroups / 64, kThreads = kGroups * 128, kPixels = kNchw ? kN : kM, kFilters = kNchw ? kM : kN;
+    constexpr int kBlocks = kM / kGroups / 64, kThreads = kGroups * 128, kPixels = kFilterRows ? kN : kM;
+    constexpr int kFilters = kFilterRows ? kM : kN;
     const Memory at(g, smem_address(raw));
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == kGroups * 4 && elect_one()) {
@@ -171,11 +206,13 @@ tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
         return;
     }
     float d[kBlocks][kN / 2];
-    consume<T, kSource, kNchw, kBlocks, kN>(g, at, part, first, warp / 4, d);
+    consume<T, kSource, kFilterRows, kBlocks, kN>(g, at, part, first, warp / 4, d);
     named_barrier_sync(1, kThreads);  // the ring's memory is free
     const Columns<kSource> columns(g, first);
     const int lane = threadIdx.x % 32, row = warp / 4 * kBlocks * 64 + warp % 4 * 16;
     constexpr int kPitch = kN * 2 + 16;  // bytes of a staged row, and a pad for the banks
+    constexpr bool kTurned = kFilterRows && !kNchw;
+    static_assert(!kTurned || (kBlocks == 1 && kN % 16 == 0), "a warpgroup turns 64 filters, 16 columns at a time");
     const auto store = [&](uint32_t stage, int block, int from, int to) {
         __syncwarp();
         if constexpr (kNchw)
@@ -184,7 +221,14 @@ tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
             store_nhwc<T, kSource, kPitch>(g, columns, stage, row + block * 64, filter, from, to);
         __syncwarp();
     };
-    if (g.splits == 1) {
+    if constexpr (kTurned) {
+        if (g.splits == 1) {
+            const uint32_t stage = at.weights + warp / 4 * kN * kTurnedPitch;
+            UNROLL for (int i = 0; i < kN / 2; i += 8) turn<T>(stage, i * 2, d[0] + i);
+            store_turned<T>(g, columns, stage, filter + warp / 4 * 64, 0, kN);
+            return;
+        }
+    } else if (g.splits == 1) {
         const uint32_t stage = at.weights + warp * 16 * kPitch, own = stage + lane % 16 * kPitch + lane / 16 * 16;
         UNROLL for (int block = 0; block < kBlocks; ++block) {
             const float (&v)[kN / 2] = d[block];
@@ -195,7 +239,8 @@ tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
         }
         return;
     }
-    const uint32_t sums = at.weights + threadIdx.x * 16, stage = at.weights + kM * kN * 4 + warp * 16 * kPitch;
+    const uint32_t sums = at.weights + threadIdx.x * 16;
+    const uint32_t stage = at.weights + kM * kN * 4 + (kTurned ? warp / 4 * kN * kTurnedPitch : warp * 16 * kPitch);
     UNROLL for (int block = 0; block < kBlocks; ++block)
         UNROLL for (int i = 0; i < kN / 2; i += 4)
             store_shared_x4(sums + (block * kN / 8 + i / 4) * kThreads * 16,
@@ -212,10 +257,16 @@ tiled_product(const __grid_constant__ CUtensorMap x_map, const __grid_constant__
                 v[0] += __uint_as_float(low.x), v[1] += __uint_as_float(low.y), v[2] += __uint_as_float(low.z), v[3] += __uint_as_float(low.w);
                 v[4] += __uint_as_float(high.x), v[5] += __uint_as_float(high.y), v[6] += __uint_as_float(high.z), v[7] += __uint_as_float(high.w);
             }
-            stmatrix_x4(stage + lane % 16 * kPitch + lane / 16 * 16 + i * 16, pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]),
-                        pack<T>(v[6], v[7]));
+            if constexpr (kTurned)
+                turn<T>(stage, i * 8, v);
+            else
+                stmatrix_x4(stage + lane % 16 * kPitch + lane / 16 * 16 + i * 16, pack<T>(v[0], v[1]), pack<T>(v[2], v[3]),
+                            pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
         }
-        store(stage, block, from, to);
+        if constexpr (kTurned)
+            store_turned<T>(g, columns, stage, filter + warp / 4 * 64, from, to);
+        else
+            store(stage, block, from, to);
     }
     cluster_sync();  // nobody reads the sums of a CTA that has ended
 }

@@ -21,6 +21,14 @@ Instance stream() {
             reinterpret_cast<const void *>(stream_gemm<T, kM, kN, kGroups, kPerSm, kForm>)};
 }
 
+// NHWC with filters as rows of the product: one warpgroup for 64 filters, so that many pixels share their weights.
+template <class T, int kPixels, int kFilters, int kPerSm>
+Instance turned() {
+    constexpr int kGroups = kFilters / 64;
+    return {Kind::kHalo, false, true, kPixels, kFilters, kGroups, kPerSm,
+            reinterpret_cast<const void *>(tiled_product<T, kFilters, kPixels, kGroups, kPerSm, false, Source::kHalo, true>)};
+}
+
 struct Instances {
     const Instance *list;
     int count;
@@ -53,6 +61,17 @@ Instances instances() {
         stream<T, D, 128, 128, 2, 2>(),      stream<T, D, 128, 64, 1, 3>(),      stream<T, D, 64, 256, 2, 2>(),
         stream<T, D, 128, 256, 2, 1>(),      stream<T, D, 256, 128, 2, 1>(),     stream<T, D, 64, 128, 2, 3>(),
         stream<T, D, 64, 64, 1, 4>(),        stream<T, D, 256, 64, 1, 2>(),
+#if CONV_ONE_WAVE
+        turned<T, 112, 64, 3>(),             turned<T, 128, 64, 3>(),            turned<T, 144, 64, 3>(),
+        turned<T, 160, 64, 2>(),             turned<T, 176, 64, 2>(),            turned<T, 192, 64, 2>(),
+        turned<T, 208, 64, 2>(),             turned<T, 224, 64, 2>(),            turned<T, 240, 64, 2>(),
+        turned<T, 256, 64, 2>(),             turned<T, 112, 128, 2>(),           turned<T, 128, 128, 2>(),
+        turned<T, 208, 128, 1>(),            turned<T, 256, 128, 1>(),
+
+        once<T, H, true, 160, 64, 1, 2>(),   once<T, H, true, 192, 64, 1, 2>(),  once<T, H, true, 208, 64, 1, 2>(),
+        once<T, H, true, 224, 64, 1, 2>(),   once<T, H, true, 256, 64, 1, 2>(),  once<T, H, true, 112, 128, 2, 2>(),
+        once<T, H, true, 208, 128, 2, 1>(),
+#endif
     };
     return {list, static_cast<int>(sizeof(list) / sizeof(list[0]))};
 }

@@ -23,6 +23,7 @@ struct Instance {
     const void *kernel;
 
     bool stream() const { return kind == Kind::kStream || kind == Kind::kStreamDirect; }
+    bool turned() const { return filter_rows && !nchw && !stream(); }
 };
 
 // How a convolution is computed.
@@ -124,7 +125,8 @@ inline int place_shared(Params &g, const Shape &s, const Plan &plan, const Insta
         g.output_at = rings, g.barriers_at = rings + output;
     } else {
         const int columns = tile.nchw ? tile.pixels : tile.filters;
-        const int staged = tile.groups * 4 * 16 * (columns * 2 + 16), sums = plan.splits > 1 ? output * 2 : 0;
+        const int staged = tile.turned() ? tile.groups * tile.pixels * kTurnedPitch : tile.groups * 4 * 16 * (columns * 2 + 16);
+        const int sums = plan.splits > 1 ? output * 2 : 0;
         g.barriers_at = round_up(std::max(rings, staged + sums), 16);
     }
     return 1024 + g.barriers_at + kBarrierBytes;
@@ -165,7 +167,7 @@ inline const char *refuse(const Shape &s, const Plan &plan, const Instance &tile
     if (tile.stream() && plan.splits != 1) return "conv2d: tiles that follow each other do not share K";
     if (!tile.stream() && plan.resident) return "conv2d: resident weights are of many tiles";
     if (plan.per_sm < 1 || plan.per_sm > tile.per_sm || plan.pixel_stages < 1 || plan.pixel_stages > 4) return "conv2d: plan out of range";
-    if (plan.splits > s.chunks() * (halo ? 1 : s.taps()) || (tile.nchw ? tile.pixels : tile.filters) / plan.splits % 16 != 0)
+    if (plan.splits > s.chunks() * (halo ? 1 : s.taps()) || (tile.filter_rows ? tile.pixels : tile.filters) / plan.splits % 16 != 0)
         return "conv2d: more splits than steps, or than columns";
     return nullptr;
 }

@@ -11,8 +11,14 @@ namespace conv2d {
 // Clocks of a multiprocessor. Those of implicit_gemm.cuh were fitted to times of its plans; `stores` and `reorder` are estimates, not fitted.
 // The model ranks plans roughly.
 struct Machine {
+#if CONV_ONE_WAVE  // by hand, from one kernel time each of 14 layers: NOTES.md, "One wave"
+    bool counts_all = true;  // also what TMA writes to shared memory, and resident weights once
+    float l2 = 37, step = 40;
+#else
+    bool counts_all = false;
     float l2 = 55;            // bytes of a clock that TMA brings
     float step = 68;          // waiting in a step beyond the products and the copies, with one CTA alone
+#endif
     float start = 2600;       // from the launch to the first product
     float epilogue = 2650;    // of 128 x 128 results, by implicit_gemm.cuh
     float stores = 1300;      // the same by stream.cuh
@@ -20,13 +26,15 @@ struct Machine {
     float reorder = 9000, reorder_byte = 1.0f / 3000;  // NCHW to NHWC: beginning, and each byte of x
 };
 
-// Clocks of one tile when `together` CTAs share a multiprocessor.
-inline float tile_clocks(const Machine &m, const Shape &s, const Params &g, const Instance &tile, int together) {
+// Clocks of one tile of a CTA that computes `tiles`, when `together` CTAs share a multiprocessor. A step takes as long as the slowest
+// of the tensor cores, of shared memory (128 bytes of a clock: each product reads both of its operands) and of TMA.
+inline float tile_clocks(const Machine &m, const Shape &s, const Params &g, const Instance &tile, int together, int tiles) {
     const int columns = tile.filter_rows ? tile.pixels : tile.filters, rows = tile.filter_rows ? tile.filters : tile.pixels;
-    const float products = rows / 64 * std::max(columns / 2.0f, 16 + columns / 4.0f) * 4;
+    const float products = rows / 64 * columns * 2.0f, reads = rows / 64 * (64 + columns * 1.0f);
     const float again = tile.kind == Kind::kHalo ? (1 + (s.size - 1.0f) * g.pitch / tile.pixels) / g.taps : 1;
-    const float bytes = (g.resident ? 0 : tile.filters * 128.0f) + tile.pixels * 128 * again;
-    const float step = std::max(products, bytes / m.l2), steps = static_cast<float>(s.chunks() * g.taps) / g.splits;
+    const float bytes = tile.filters * 128.0f * (!g.resident ? 1 : m.counts_all ? 1.0f / tiles : 0) + tile.pixels * 128 * again;
+    const float shared = reads + (m.counts_all ? bytes / 128 : 0), steps = static_cast<float>(s.chunks() * g.taps) / g.splits;
+    const float step = std::max(std::max(products, shared), bytes / m.l2);
     const float results = tile.pixels * tile.filters / 16384.0f * (0.5f + 0.5f * together);
     return steps * std::max(together * step, step + m.step) + results * (tile.stream() ? m.stores : m.epilogue) +
            (g.splits > 1 ? m.split * g.splits : 0);
@@ -42,11 +50,12 @@ inline float clocks_of(const Machine &m, const Shape &shape, const Plan &plan, c
     const int stages = grid > 0 ? stages_of(g, s, plan, tile, grid) : 0, steps = s.chunks() * s.taps();
     if (stages < std::min(2, steps)) return 0;
     const float before = reorders ? m.reorder + m.reorder_byte * shape.n * shape.c * shape.h * shape.w * 2 : 0;
+    const int waves = divide_up(g.tiles, grid);
     if (tile.stream())
-        return before + m.start + divide_up(g.tiles, grid) * tile_clocks(m, s, g, tile, divide_up(grid, units));
+        return before + m.start + waves * tile_clocks(m, s, g, tile, divide_up(grid, units), waves);
     const int fit = std::min(tile.per_sm, kSharedOfMultiprocessor / (place_shared(g, s, plan, tile, stages) + kSharedReserved));
     const int wave = units * fit, rest = grid % wave;
-    const auto one = [&](int together) { return m.start + tile_clocks(m, s, g, tile, together); };
+    const auto one = [&](int together) { return m.start + tile_clocks(m, s, g, tile, together, 1); };
     return before + grid / wave * one(fit) + (rest ? one(divide_up(rest, units)) : 0);
 }
 

@@ -52,9 +52,9 @@ DEVICE void stream_in(const Params &g, const StreamMemory &at, const CUtensorMap
             mbarrier_arrive_expect(bar, kPixels * 128 + (bring_weights ? g.weight_bytes : 0));
             if constexpr (kForm == Form::kNchwDirect) {
                 UNROLL for (int i = 0; i < kPixels / 64; ++i)
-                    tma_load_3d(pixels + i * 8192, x_map, bar, place.first + i * 64, chunk * kChunk, place.image);
+                    load_once_3d(pixels + i * 8192, x_map, bar, place.first + i * 64, chunk * kChunk, place.image);
             } else if (g.whole) {
-                tma_load_2d(pixels, x_map, bar, chunk * kChunk, place.first);
+                load_once_2d(pixels, x_map, bar, chunk * kChunk, place.first);
             } else {
                 const int r = g.by_size(tap), s = tap - r * g.size;
                 tma_load_im2col_4d(pixels, x_map, bar, chunk * kChunk, q * g.stride - g.pad, p * g.stride - g.pad, n, s, r);
