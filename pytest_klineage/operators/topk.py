@@ -224,9 +224,12 @@ def places(name: str, rows: int, columns: int, k: int, generator: torch.Generato
 
 def gathered(x: torch.Tensor, k: int, inside: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """The same numbers in every row, the k largest of them at random places where `inside` is true."""
-    order = (uniform(tuple(x.shape), generator) + inside).argsort(1, descending=True).to(x.device)
-    largest = x.sort(1, descending=True).values
-    return x.scatter(1, order, largest)
+    import torch
+
+    places = (uniform(tuple(x.shape), generator) + inside).topk(k, 1).indices.to(x.device)
+    largest, found = x.topk(k, 1)
+    others, elsewhere = (torch.ones_like(x, dtype=torch.bool).scatter_(1, at, False) for at in (found, places))
+    return x.masked_scatter(elsewhere, x.masked_select(others)).scatter_(1, places, largest)
 
 
 def far_out(x: torch.Tensor, dtype: str, generator: torch.Generator) -> torch.Tensor:
