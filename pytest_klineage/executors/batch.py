@@ -252,8 +252,12 @@ def _make(folder: Path) -> None:
 
 
 def _order(request: JudgeRequest) -> tuple[object, ...]:
+    """By priority, then such that a reference that a judge keeps serves the next one: full judgements come first, since
+    they find out what a screening need not."""
     reference_digest = request.reference_source.digest if request.reference_source is not None else ""
-    return -request.priority, msgspec.json.encode(request.settings), request.case.id, reference_digest, request.digest
+    settings, case = msgspec.json.encode(request.settings), msgspec.json.encode(request.case)
+    screened = request.screen_against is not None
+    return -request.priority, settings, request.case.id, case, reference_digest, screened, request.digest
 
 
 def _request_in(path: Path) -> JudgeRequest | None:

@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -16,6 +17,7 @@ from pytest_klineage.errors import DeviceOutOfMemory, HarnessError, MissingDepen
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.host.cpu import usable_cores
 from pytest_klineage.gate.host.hosts import host_for
+from pytest_klineage.gate.host.locks import DeviceLock, machine_lock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.settings import GateSettings, for_screening
 from pytest_klineage.gate.shared_reference import SharedReference
@@ -271,12 +273,17 @@ class JudgementContext:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Count the seconds that this takes: for the oracle, the reference, or a process of the candidate."""
-        what, started = what if what in ("oracle", "reference") else "candidate", time.monotonic()
+        """Count the seconds that this takes: for the oracle, the reference, a process of the candidate, or the device's
+        lock."""
+        what, started = what if what in ("oracle", "reference", "lock") else "candidate", time.monotonic()
         try:
             yield
         finally:
             self.waits_s[what] = self.waits_s.get(what, 0.0) + time.monotonic() - started
+
+    def locked(self, *, alone: bool) -> contextlib.AbstractContextManager[DeviceLock]:
+        """The device's lock, held alone or together with others."""
+        return machine_lock(self.gate.host.lock, alone=alone, waiting=partial(self.waiting_for, "lock"))
 
     def restart(self) -> None:
         """Start both sides again, in new processes that load at the same time, with the jobs they had.

@@ -10,7 +10,7 @@ from pytest_klineage.errors import DeadlineExceeded, HarnessError, WorkerDied
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.definitions import definition_file, lost_oracle
-from pytest_klineage.gate.host.locks import DeviceLock, machine_lock
+from pytest_klineage.gate.host.locks import DeviceLock
 from pytest_klineage.gate.rejection import SEVERITY, Rejected
 from pytest_klineage.gate.stages.audit import audit, foreign_file_reasons, included_libraries
 from pytest_klineage.gate.stages.build import build_kernel, build_notes, built_reason, resource_reasons
@@ -54,11 +54,14 @@ class Judgement(JudgementContext):
     def run(self) -> tuple[Reason, ...]:
         """All stages in order. Returns the reasons; the first decides."""
         try:
-            with machine_lock(self.gate.host.lock, alone=False) as self.lock:
-                self._audit()
-                # A user's definition that is no oracle is an error, and nothing is built for it.
-                opened = self._open() if self.case.definition and self.settings.stage == "all" else None
-                built = self._build(self.source)
+            self._audit()
+            # What is built for a GPU disturbs no timing there. A user's definition that is no oracle is an error, and
+            # nothing is built for it.
+            first = bool(self.case.definition) and self.settings.stage == "all"
+            built = None if first or self.gate.host.device == "cpu" else self._build(self.source)
+            with self.locked(alone=False) as self.lock:
+                opened = self._open() if first else None
+                built = built or self._build(self.source)
                 if self.settings.stage == "compile":
                     return (built_reason(built.build),)
                 opened = opened or self._open()
@@ -294,7 +297,7 @@ class Judgement(JudgementContext):
             return
         before, self.checks = self.checks, []
         try:
-            with machine_lock(self.gate.host.lock, alone=False) as self.lock:
+            with self.locked(alone=False) as self.lock:
                 self._check_all(opened, again=True)
         except Rejected as rejected:
             later = "right before it was timed, and afterwards"

@@ -308,7 +308,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Wall time of the judgement outside of timed blocks and the build."""
     waits_s: dict[str, float] = {}
     """Of the judgement's wall time, what was waited for: "oracle" to make problems and answers, "reference" and
-    "candidate" to start, all their restarts together."""
+    "candidate" to start, all their restarts together, "lock" for others who judge on the device."""
     judged_at: str = ""
     """UTC, ISO 8601."""
     screened: float | None = None

@@ -96,8 +96,10 @@ def tuned_in(case: KernelCase) -> None:
     folder = base if base.name == case.id else base / case.id
     if "flag_gems" in sys.modules and folder != base:
         raise UsageError("FlagGems is imported here for another case; each case needs a process of its own")
-    # Triton's own autotuner keeps nothing between processes unless it is asked to.
-    os.environ.update({CACHE: str(folder), "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_CACHE_AUTOTUNING": "1"})
+    # Triton's own autotuner keeps nothing between processes unless it is asked to. Without a name FlagGems imports what
+    # it has for every vendor, and asks each one's tool for a device.
+    triton = {"TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_CACHE_AUTOTUNING": "1"}
+    os.environ.update({CACHE: str(folder), "GEMS_VENDOR": "nvidia", **triton})
 
 
 def check_triton() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from rows import ATTENTION, GEMM, REDUCTION, Row
+from rows import ATTENTION, REDUCTION, Row
 
 from pytest_klineage import UsageError
 from pytest_klineage.lab.library.experts import find_experts
@@ -163,7 +163,7 @@ def configured(row: Row, point: Point, label: str) -> KernelSource:
     """The shared kernel of a row with a configuration, as a source of its own."""
     kernel = kernel_of(row)
     shapes = [(row.operator, *shape, row.dtype) for shape in (row.shape, row.tail)]
-    if row.family != GEMM:
+    if row.family == REDUCTION:
         shapes = shapes[:1]
     config = f"CONFIG = {point!r}\nSHAPES = {shapes!r}\n"
     entry = {"tiles": f"run_{row.operator}", "rows": row.operator}.get(kernel, "run")

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+Waiting = Callable[[], contextlib.AbstractContextManager[None]]
 SHARED_FOLDER = Path("/tmp")
 """Everybody's, whatever TMPDIR says: batch systems give every job one of its own. Containers can share it."""
 
@@ -25,7 +26,8 @@ class DeviceLock:
     Who waits is served before those who come later, whichever way they want it: a timing waits for no new check.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, waiting: Waiting = contextlib.nullcontext) -> None:
+        self._waiting = waiting
         self._file = _opened(lock_path(device))
         try:
             self._queue = _opened(lock_path(f"{device}-queue"))
@@ -37,11 +39,12 @@ class DeviceLock:
     def take(self, *, alone: bool) -> None:
         """Wait for it. What is held is given up first."""
         fcntl.flock(self._file, fcntl.LOCK_UN)
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        finally:
-            fcntl.flock(self._queue, fcntl.LOCK_UN)
+        with self._waiting():
+            fcntl.flock(self._queue, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            finally:
+                fcntl.flock(self._queue, fcntl.LOCK_UN)
         self._alone = alone
 
     def give_way(self) -> None:
@@ -62,14 +65,16 @@ class DeviceLock:
 
 
 @contextlib.contextmanager
-def machine_lock(device: str, *, alone: bool) -> Iterator[DeviceLock]:
+def machine_lock(
+    device: str, *, alone: bool, waiting: Waiting = contextlib.nullcontext
+) -> Iterator[DeviceLock]:  # fmt: skip
     """Hold a device's machine-wide lock for a while.
 
     device: "cpu", where everything disturbs a timing, so nothing is built or checked meanwhile; or a GPU's UUID, whose
     lock everything takes that is judged on this GPU. What is judged on the CPU, or on another GPU, waits for neither.
-    A file lock ends with its process, so a killed run leaves nothing locked.
+    A file lock ends with its process, so a killed run leaves nothing locked. What is waited for it lies in `waiting`.
     """
-    lock = DeviceLock(device)
+    lock = DeviceLock(device, waiting)
     try:
         lock.take(alone=alone)
         yield lock

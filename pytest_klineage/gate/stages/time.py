@@ -12,7 +12,7 @@ from pytest_klineage.errors import HarnessError
 from pytest_klineage.gate import findings
 from pytest_klineage.gate.context import JudgementContext
 from pytest_klineage.gate.host.hosts import DeviceMonitor, Environment
-from pytest_klineage.gate.host.locks import DeviceLock, machine_lock
+from pytest_klineage.gate.host.locks import DeviceLock
 from pytest_klineage.gate.rejection import Rejected
 from pytest_klineage.gate.stages import attribute as attribution
 from pytest_klineage.gate.supervise import CALL_SLACK_S
@@ -49,7 +49,7 @@ class TimedStage:
         for name in (self.context.settings.policy, *self.context.settings.also_policies):
             host = self.context.gate.host
             self.context.gate.report("time", name)
-            with machine_lock(host.lock, alone=True) as self.lock, closing(host.monitor()) as self.monitor:
+            with self.context.locked(alone=True) as self.lock, closing(host.monitor()) as self.monitor:
                 started = time.monotonic()
                 outcome = self._measure(name, opened)
                 seconds, seen = time.monotonic() - started, self.monitor.finish()
@@ -233,7 +233,7 @@ class TimedStage:
         if self.context.gate.host.device == "cpu":
             return
         self.context.gate.report("time", "naming the kernels that were executed")
-        with machine_lock(self.context.gate.host.lock, alone=True):
+        with self.context.locked(alone=True):
             self.context.kernels["reference"] = self.context.named_before()
             if not self.context.kernels["reference"]:
                 self.context.name_reference(self._profile("reference").kernels)

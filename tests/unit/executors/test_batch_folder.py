@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from pytest_klineage.records.judging import MOST_FAULTS, CarriedFile, FaultCode,
 Ask = Callable[..., JudgeRequest]
 HOLDER = """
 import sys, time
+from itertools import pairwise
 from pathlib import Path
 from pytest_klineage.executors.batch import BatchFolder
 folder = BatchFolder(Path(sys.argv[1]))
@@ -248,6 +250,18 @@ def test_half_written_files_are_not_read(folder: BatchFolder, ask: Ask) -> None:
         (folder.root / kind / f".{request.digest}.part").write_text("{")
     assert folder.open_requests("cpu") == [request]
     assert folder.lookup(request) is None
+
+
+def test_requests_that_can_share_a_reference_follow_one_another(folder: BatchFolder, ask: Ask) -> None:
+    cases = [msgspec.structs.replace(ask().case, max_spills=most) for most in (None, 0)]
+    assert cases[0].id == cases[1].id
+    for number in range(4):
+        for case in cases:
+            folder.submit(ask(f"// {number}", case=case, screen_against=1.0 if number else None))
+    found = [(request.case.max_spills, request.screen_against) for request in folder.open_requests("cpu")]
+    changes = sum(one != other for one, other in pairwise(most for most, _ in found))
+    assert changes == 1
+    assert [screen for _, screen in found] == 2 * [None, 1.0, 1.0, 1.0]
 
 
 def test_the_gate_of_a_folder_asks_for_repetitions_apart(folder: BatchFolder, ask: Ask) -> None:

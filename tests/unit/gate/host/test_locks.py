@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +57,24 @@ def test_while_one_process_times_another_waits(device: str) -> None:
             os.set_blocking(second.stdout.fileno(), True)
         assert second.stdout.readline() == "timing\n"
         second.stdin.close()
+
+
+def test_what_is_waited_for_the_lock_is_counted(device: str) -> None:
+    waits = []
+    with waiting(device) as holder:
+        assert holder.stdout is not None
+        assert [holder.stdout.readline(), holder.stdout.readline()] == ["asking\n", "timing\n"]
+
+        @contextlib.contextmanager
+        def counted() -> Iterator[None]:
+            started = time.monotonic()
+            threading.Timer(0.2, holder.kill).start()
+            yield
+            waits.append(time.monotonic() - started)
+
+        with machine_lock(device, alone=False, waiting=counted):
+            assert len(waits) == 1
+    assert waits[0] >= 0.2
 
 
 def test_the_lock_of_a_killed_process_is_free(device: str) -> None:
