@@ -36,10 +36,10 @@ NIGHTLY = pytest.mark.nightly
         pytest.param("suites/ablations/test_roundtrip_recovery.py", "conv2d-3 or table", id="recovery", marks=NIGHTLY),
         pytest.param("suites/ablations/test_roundtrip_recovery.py", "gdn-1", id="more-recovery", marks=NIGHTLY),
         pytest.param("suites/ablations/test_generated_only.py", "fmha-2 or table", id="without-cards", marks=NIGHTLY),
-        pytest.param("suites/head_to_head", "accelopt-conv2d-2 or tables", id="head-to-head", marks=NIGHTLY),
+        pytest.param("suites/head_to_head", "accelopt-conv2d-1 or tables", id="head-to-head", marks=NIGHTLY),
         pytest.param(
             "suites/head_to_head",
-            "klineage-topk-1 or generated-only-conv2d-1 or adaexplore-topk-3",
+            "klineage-topk-1 or generated-only-conv2d-1 or adaexplore-topk-1",
             id="other-methods",
             marks=NIGHTLY,
         ),
