@@ -273,8 +273,7 @@ class JudgementContext:
 
     @contextlib.contextmanager
     def waiting_for(self, what: str) -> Iterator[None]:
-        """Count the seconds that this takes: for the oracle, the reference, a process of the candidate, or the device's
-        lock."""
+        """Count the seconds that this takes: for the oracle, reference, lock, or a process of the candidate."""
         what, started = what if what in ("oracle", "reference", "lock") else "candidate", time.monotonic()
         try:
             yield

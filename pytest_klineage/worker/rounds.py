@@ -225,7 +225,7 @@ class WorkerHandle:
         return RepetitionResult(sample=sample, checks=tuple(found), reasons=(*reasons, *more), refused=self.refused)
 
     def _pause(self, checking: bool, timed: bool) -> None:
-        """Have a check come as long after the last call as one of the timed calls did, drawn anew for each check.
+        """Have a check come as long after the last call as a timed call did, which one is drawn for each check.
 
         A kernel could else be right where calls follow one another, and careless after the pauses of a timing, in which
         the other side was at work; or the other way round.

@@ -443,7 +443,9 @@ def consume_late(p, m, r, guess, tx, bx, own, count, exponent):
                 guessed_step(p, m, r, r.weights, r.others, tx, first, 2 * pair + 1, at + 2 * pair + 1, exponent)
                 guessed_step(p, m, r, r.others, r.weights, tx, first, 2 * pair + 2, at + 2 * pair + 2, exponent)
             if p.steps(first) % 2 == 0:
-                guessed_step(p, m, r, r.weights, r.others, tx, first, p.steps(first) - 1, at + p.steps(first) - 1, exponent)
+                guessed_step(
+                    p, m, r, r.weights, r.others, tx, first, p.steps(first) - 1, at + p.steps(first) - 1, exponent
+                )
                 finish(p, m, r, r.others, tx, turn, at + p.steps(first) - 1)
             else:
                 finish(p, m, r, r.weights, tx, turn, at + p.steps(first) - 1)

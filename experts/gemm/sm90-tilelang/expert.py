@@ -24,7 +24,7 @@ MULTIPLIERS = 256
 VARIANT = 0
 """Which of VARIANTS runs; 0 is the program that was judged. NOTES.md says what the others are for."""
 VARIANTS = {1: (3, 1, False), 2: (4, 2, True), 3: (3, 1, True)}
-"""Stages, parts in which a result passes through shared memory, and whether it does so under the next tile's products."""
+"""Stages, parts in which a result passes through shared memory, and whether under the next tile's products."""
 PASSES = {tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC: True}
 
 
@@ -207,10 +207,10 @@ def gemm_warps(M, N, K, dtype, stages, parts, late):
                             clear_accum=step == 0, wg_wait=-1, policy=T.GemmWarpPolicy.FullRow,
                         )  # fmt: skip
                         # Under the products of this slice and the one before.
-                        if late:
+                        if late:  # noqa: SIM102 - known when it is built, what is below when it runs
                             if turn > 0 and step == first:
                                 hand_over(low, result, done, stored, (turn - 1) * parts)
-                        if late and parts == 2:
+                        if late and parts == 2:  # noqa: SIM102
                             if turn > 0 and step == second:
                                 hand_over(high, result, done, stored, (turn - 1) * parts + 1)
                         T.wait_wgmma(1)
