@@ -147,6 +147,10 @@ class Operator(ABC):
         """Undeclared checks: distributions of inputs, and values of options such as "eps=0.5"."""
         return ()
 
+    def elsewhere_names(self, case: KernelCase) -> tuple[str, ...]:
+        """Those of them that a case of a further shape may have, the first one always, others where drawn."""
+        return ()
+
     def further_case(self, case: KernelCase, name: str) -> KernelCase:
         """The case of such a check."""
         return case

@@ -30,9 +30,9 @@ def constant(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The same, of zeros."""
-    found = values.clone()
-    found[:: 2 if values.dim() > 1 else 1] = 0.0
+    """The same, of zeros; of other floats about half are zeros, too."""
+    found = values.masked_fill(values.abs() < MIDDLE, 0)
+    found[:: 2 if values.dim() > 1 else 1] = 0
     return found
 
 
@@ -68,14 +68,20 @@ def repeated(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return (values * 2).round() / 2 + 0.0
 
 
+def eighths(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The nearest eighths: wholes, halves and quarters are where a function may have steps."""
+    return (values * 8).round() / 8 + 0.0
+
+
 def signed_zeros(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Zeros of either sign in about half of the places."""
     return values.masked_fill(values.abs() < MIDDLE, 0.0) * signs(tuple(values.shape), generator).to(values)
 
 
-LARGE, SMALL, SHIFT, HUGE, VAST = 30.0, 1e-3, 8.0, 1e3, 1e6
+LARGE, SMALL, TINY, SHIFT, HUGE, VAST = 30.0, 1e-3, 2.0**-26, 8.0, 1e3, 1e6
 """Of magnitude 30, exp overflows in single precision; of 1000, in double precision. Squares of 30 fit in fp16. Integers
-of 16 bits, and fp16, end far below a million, those of 32 bits above."""
+of 16 bits, and fp16, end far below a million, those of 32 bits above. Of products of four numbers of magnitude TINY a
+kernel may flush what is no normal number in single precision."""
 MIDDLE = 0.6745
 """Half of all standard normal numbers are smaller than that."""
 FAR, FAR_IN_16_BITS = 1e3, 100.0
@@ -88,7 +94,7 @@ BEYOND = 1_400_000_000_000_123
 room for 64 of them."""
 CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "large": lambda values, generator: values * LARGE,
-    "small": lambda values, generator: values * SMALL,
+    "small": lambda values, generator: values * TINY,
     "shifted": lambda values, generator: values + SHIFT,
     "lowered": lambda values, generator: (values - SHIFT) * LARGE,
     "far": lambda values, generator: values + FAR,
@@ -99,6 +105,7 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
     "outlier": outlier,
     "repeated": repeated,
     "signed_zeros": signed_zeros,
+    "eighths": eighths,
     "integers_wide": lambda values, generator: values,
     "integers_beyond": lambda values, generator: values * BEYOND,
     "integers_whole": lambda values, generator: values,
@@ -109,6 +116,7 @@ CHANGES: dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
 """Further distributions of a user's operator, by name: what becomes of standard normal numbers, or of integers and
 booleans."""
 IN_16_BITS: dict[tuple[str, str], Callable[[torch.Tensor, torch.Generator], torch.Tensor]] = {
+    ("small", "fp16"): lambda values, generator: values * SMALL,
     ("far", "bf16"): lambda values, generator: values + FAR_IN_16_BITS,
     ("far", "fp16"): lambda values, generator: values + FAR_IN_16_BITS,
     ("alone", "fp16"): lambda values, generator: values * HUGE,
@@ -121,7 +129,13 @@ INTEGERS = (
 COMPARED, PAIRED, WHOLE = ("repeated", "signed_zeros"), "integers_beyond", "integers_whole"
 """For definitions alone that only compare, for those that put no more than a few integers together, and for those that
 put none together."""
+STEPPED = "eighths"
+"""For definitions with steps."""
 ALONE = "alone"
 """A check for every input of floats, which alone is changed, also a vector or a single number."""
 BY_SLICE = ("far", "mixed", "constant", "zeros", "outlier")
 """Those that leave vectors alone beside tensors with more axes: a weight of zeros would hide everything else."""
+BY_TURNS = "by_turns"
+"""Slices along the first axis as they are and, by turns, after each of TURNS: several checks in one, for further shapes
+and other values of options."""
+TURNS = ("large", "lowered", "far")

@@ -55,9 +55,9 @@ def operator(
     may_ignore: inputs that need not change an output; by default a case in which one does not is refused. And options
     that a kernel need not heed: it is made for the case's own value.
     defaults: which of the further distributions "large", "small", "shifted", "lowered", "far", "alone", "mixed",
-    "constant", "zeros", "outlier", "repeated", "signed_zeros" and, of integers and booleans, "integers_wide",
-    "integers_beyond", "integers_whole", "integers_constant", "integers_zeros", "integers_last" kernels are checked
-    with, where the definition allows it; False for none.
+    "constant", "zeros", "outlier", "repeated", "signed_zeros", "eighths" and, of integers and booleans,
+    "integers_wide", "integers_beyond", "integers_whole", "integers_constant", "integers_zeros", "integers_last" kernels
+    are checked with, where the definition allows it; False for none.
     name: in tables, and for `op="file.py:name"`; default: the function's.
 
     Keyword-only parameters with a default are options of a case; those without one are axes. Raises UsageError with
@@ -143,6 +143,9 @@ class OpenOperator(DefinedOperator):
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
         return further.names(self, case)
+
+    def elsewhere_names(self, case: KernelCase) -> tuple[str, ...]:
+        return further.elsewhere(self, case)
 
     def further_case(self, case: KernelCase, name: str) -> KernelCase:
         return further.other_options(self, case).get(name, case)

@@ -12,6 +12,7 @@ import inspect
 import math
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,18 +22,22 @@ from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.changes import (
     ALONE,
     BY_SLICE,
+    BY_TURNS,
     CHANGES,
     COMPARED,
     IN_16_BITS,
     INTEGERS,
     PAIRED,
+    SMALL,
+    STEPPED,
+    TURNS,
     WHOLE,
     WIDER,
     whole_range,
 )
 from pytest_klineage.operators.distributions import torch_dtype
 from pytest_klineage.operators.evaluation import is_float
-from pytest_klineage.operators.movement import CAST, COMPARES, MOVES, PAIRS
+from pytest_klineage.operators.movement import CAST, COMPARES, MOVES, PAIRS, STEPS
 from pytest_klineage.operators.open_inputs import bound_of, finished, numbers
 from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, rounded_inputs
 from pytest_klineage.records import KernelCase, Option, Signature
@@ -51,7 +56,7 @@ PAIRING = (MOVES - {CAST}) | PAIRS
 """What a definition may call that is checked with integers beyond those of a double: a cast would round them."""
 APART = (MOVES | COMPARES) - {CAST, "neg", "abs"}
 """The same for all of a type's range, whose lowest integer has no counterpart."""
-ONE_SIDED = ("constant", "far")
+ONE_SIDED = ("constant", "far", BY_TURNS)
 """Changes after which sums may add nearly one number many times: every rounding then errs to the same side."""
 
 
@@ -61,16 +66,30 @@ class Unusable(Exception):
 
 def names(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
     """Distributions that change an input of the signature's types, then other values of options."""
+    return (*changes(operator, case), *other_options(operator, case))
+
+
+def changes(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
+    """Distributions that change an input of the signature's types."""
     inputs = operator.signature(case).inputs
     floats = {is_float(spec.dtype) for spec in inputs}
-    changes = [
+    found = [
         name for name in operator.defaults
         if (name not in INTEGERS) in floats and name not in operator.distributions and is_for(operator, case, name)
     ]  # fmt: skip
     heeded = [spec.name for spec in inputs if is_float(spec.dtype) and spec.name not in operator.may_ignore]
     alone = [f"{ALONE}:{name}" for name in heeded]
-    each = [one for name in changes for one in (alone if name == ALONE else [name])]
-    return (*each, *other_options(operator, case))
+    return tuple(one for name in found for one in (alone if name == ALONE else [name]))
+
+
+def elsewhere(operator: DefinedOperator, case: KernelCase) -> tuple[str, ...]:
+    """Those that a case of a further shape may have, the one with several kinds of inputs first."""
+    return (*([BY_TURNS] if turns(operator) else []), *changes(operator, case))
+
+
+def turns(operator: DefinedOperator) -> list[str]:
+    """Changes of TURNS that the user wants, and has not replaced."""
+    return [name for name in TURNS if name in operator.defaults and name not in operator.distributions]
 
 
 def other_options(operator: DefinedOperator, case: KernelCase) -> dict[str, KernelCase]:
@@ -121,7 +140,7 @@ def problem(
     kind = name.partition(":")[0]
     usual = finished(operator, case, generator, DEFAULT_DISTRIBUTION, copied(drawn))
     try:
-        if kind not in CHANGES:
+        if kind not in (*CHANGES, BY_TURNS):
             return option(operator, case, other_options(operator, case)[name], usual, generator)
         generator.set_state(state)
         if name in INTEGERS:
@@ -133,10 +152,7 @@ def problem(
             return ""
         if name in INTEGERS:
             object_to_overflow(operator, case, inputs)
-        found = usable(operator, case, inputs, generator, wrong)
-        if name in ONE_SIDED:
-            allow_one_sided(operator, case, found[1])
-        return found
+        return usable(operator, case, inputs, generator, wrong, kind=kind)
     except Unusable as error:
         return str(error)
     except UsageError:
@@ -147,6 +163,8 @@ def is_for(operator: DefinedOperator, case: KernelCase, name: str) -> bool:
     """Whether a change is one for a definition that calls what this one does."""
     if name in COMPARED:
         return rounds_nothing(operator, case) and not operator.calls_only(case, MOVES)
+    if name == STEPPED:
+        return not STEPS.isdisjoint(operator.called.get(case.id, ()))
     needed = {PAIRED: PAIRING, WHOLE: APART}
     return name not in needed or operator.calls_only(case, needed[name])
 
@@ -172,13 +190,25 @@ def allow_one_sided(operator: DefinedOperator, case: KernelCase, expected: Expec
 def option(
     operator: DefinedOperator, case: KernelCase, other: KernelCase, usual: Tensors, generator: torch.Generator
 ) -> tuple[Tensors, Expected]:
-    """Another value of an option, on usual inputs, or on small ones where it shows only there. Raises Unusable."""
-    try:
+    """Another value of an option, on inputs of several kinds, else on usual ones, or on small ones where it shows only
+    there. Raises Unusable."""
+    with suppress(Unusable, UsageError):
+        if turns(operator):
+            several = after(operator, case, BY_TURNS, generator)
+            wrong = operator.oracle(case, several)
+            return usable(operator, other, several, generator, wrong, CLEARLY, kind=BY_TURNS)
+    with suppress(Unusable):
         return usable(operator, other, usual, generator, operator.oracle(case, usual), CLEARLY)
-    except Unusable:
-        drawn = numbers(operator, case, generator)
-        small = finished(operator, case, generator, "small", drawn | changed(operator, case, drawn, "small", generator))
-        return usable(operator, other, small, generator, operator.oracle(case, small))
+    drawn = numbers(operator, case, generator)
+    less = {name: values * SMALL for name, values in drawn.items() if values.is_floating_point()}
+    small = finished(operator, case, generator, "small", drawn | less)
+    return usable(operator, other, small, generator, operator.oracle(case, small))
+
+
+def after(operator: DefinedOperator, case: KernelCase, name: str, generator: torch.Generator) -> Tensors:
+    """Inputs after a change of floats."""
+    drawn = numbers(operator, case, generator)
+    return finished(operator, case, generator, name, drawn | changed(operator, case, drawn, name, generator))
 
 
 def copied(values: Tensors) -> Tensors:
@@ -192,6 +222,8 @@ def changed(
     """Those that are floats after the change of this name, from a stream of random numbers of its own."""
     import torch
 
+    if name == BY_TURNS:
+        return by_turns(operator, case, values, generator)
     own = torch.Generator(generator.device).manual_seed(generator.initial_seed() ^ 1)
     name, _, only = name.partition(":")
     types = {spec.name: spec.dtype for spec in operator.signature(case).inputs if is_float(spec.dtype)}
@@ -200,6 +232,19 @@ def changed(
         key: IN_16_BITS.get((name, dtype), CHANGES[name])(values[key], own)
         for key, dtype in types.items() if only in ("", key) and (values[key].dim() > 1 or not wide)
     }  # fmt: skip
+
+
+def by_turns(operator: DefinedOperator, case: KernelCase, values: Tensors, generator: torch.Generator) -> Tensors:
+    """Those that are floats, whose slices along the first axis are after one change each; vectors beside tensors with
+    more axes are left alone."""
+    wanted = turns(operator)
+    found = {spec.name: values[spec.name].clone() for spec in operator.signature(case).inputs if is_float(spec.dtype)}
+    least = min(2, max((tensor.dim() for tensor in found.values()), default=1))
+    for place, name in enumerate(wanted, start=1):
+        for key, tensor in changed(operator, case, values, name, generator).items():
+            if tensor.dim() >= max(1, least):
+                found[key][place :: len(wanted) + 1] = tensor[place :: len(wanted) + 1]
+    return found
 
 
 def integers_changed(
@@ -254,14 +299,17 @@ def same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def usable(
     operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator, wrong: Tensors,
-    times: float = 1.0,
+    times: float = 1.0, *, kind: str = "",
 ) -> tuple[Tensors, Expected]:  # fmt: skip
-    """Inputs and answer. Raises Unusable where a right kernel may fail, or a wrong answer errs by so few bounds."""
+    """Inputs and answer. Raises Unusable where a right kernel may fail, or a wrong answer errs by so few bounds.
+
+    `kind` is the change that the inputs are after.
+    """
     signature = operator.signature(case)
 
     def rounded(outputs: Tensors) -> Tensors:
         object_to_range(signature, outputs)
-        if rounds_nothing(operator, case):
+        if rounds_nothing(operator, case) or (kind == STEPPED and is_exact(operator, case, inputs, outputs)):
             return {}
         return rounded_inputs(operator, case, inputs, outputs, generator)
 
@@ -270,6 +318,8 @@ def usable(
         raise Unusable("the answer jumps")
     if not all(math.isfinite(bound) for bound in expected.bounds.values()):
         raise Unusable("the definition is not finite in this precision")
+    if kind in ONE_SIDED:
+        allow_one_sided(operator, case, expected)
     if any(not expected.bounds[spec.name] for spec in signature.outputs):
         object_to_jumps(operator, case, inputs, expected)
     if all(error <= times * expected.bounds[name] for name, error in expected.errors(wrong).items()):
@@ -277,14 +327,21 @@ def usable(
     return inputs, expected
 
 
+def is_exact(operator: DefinedOperator, case: KernelCase, inputs: Tensors, outputs: Tensors) -> bool:
+    """Whether the definition's own precision gives these floats, so that no rounding decides on which side of a step an
+    element lies. Of integers nothing is claimed: they do not tell what was rounded to them."""
+    own = operator.baseline_output(case, inputs)
+    return all(values.is_floating_point() and same(own[name], values) for name, values in outputs.items())
+
+
 def object_to_range(signature: Signature, outputs: Tensors) -> None:
-    """Raise Unusable for answers that are not finite in the outputs' types."""
+    """Raise Unusable for answers that are not finite in the outputs' types; a little more rounds to the largest."""
     import torch
 
     for spec in signature.outputs:
         values = outputs[spec.name]
         if values.is_floating_point():
-            limit = torch.finfo(torch_dtype(spec.dtype)).max
+            limit = torch.finfo(torch_dtype(spec.dtype)).max * (1 + UNIT_ROUNDOFF[spec.dtype] / 2)
             if not bool((values.abs() <= limit).all()):
                 raise Unusable("the answer is not finite")
 

@@ -28,10 +28,13 @@ COMPARES = frozenset({
     "sort.stable", "argsort.stable", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "any", "all", "logical_and",
     "logical_or", "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "bitwise_xor", "amax",
     "amin", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "neg", "abs", "searchsorted", "bucketize",
+    "argmax", "argmin", "max", "min",
 })  # fmt: skip
 """Operators that round nothing and say which of several equal numbers they mean."""
 PAIRS = (COMPARES - {"isnan", "isinf", "bucketize"}) | {"add", "sub", "rsub"}
 """Of integers, those that put two together, so that there is room for the result."""
+STEPS = frozenset({"round", "floor", "ceil", "trunc", "frac", "fmod", "remainder", "floor_divide"})
+"""Operators with steps at whole numbers, or at multiples of one."""
 OPEN_TIES = frozenset({"topk", "sort", "argsort", "kthvalue", "mode", "median", "nanmedian"})
 """Those that return indices and leave open which one, where elements are equal; a stable sort does not."""
 SAMPLES = 16

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION
 from pytest_klineage.operators.distributions import normal, random_index, torch_dtype
 from pytest_klineage.operators.evaluation import error_scales, is_float
+from pytest_klineage.operators.movement import COMPARES, MOVES
 from pytest_klineage.operators.tolerance import SLACK, largest_error
 from pytest_klineage.records import KernelCase, TensorSpec
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 RANGES = {"int8": (-128, 128), "uint8": (0, 256), "bool": (0, 2)}
 """Values that an integer input takes when the signature does not bound it; wider types take those of OTHER_RANGE."""
 OTHER_RANGE = (-100, 100)
+MOVED_ROWS = (1, 4, 16, 64)
+"""In so many rows two elements change places, in turn, until an output changes visibly."""
 SIZES = (1.0, 4.0, 32.0, 32.0)
 """In largest elements, what a redrawn element may be, in turn, until an output changes visibly."""
 
@@ -116,13 +119,22 @@ def by_name(operator: DefinedOperator, function: Function, result: Any, names: l
 
 
 def one_redrawn(operator: DefinedOperator, case: KernelCase, inputs: Tensors, generator: torch.Generator) -> Tensors:
-    """A copy in which one element is another, by enough to change an output beyond its bound where that can be."""
+    """A copy in which one element is another, by enough to change an output beyond its bound where that can be.
+
+    Where a definition only compares, two elements change places instead, if it is the first input that is drawn.
+    """
     before = operator.oracle(case, inputs)
     floats = [name for name, tensor in inputs.items() if tensor.is_floating_point() and tensor.numel()]
     names = floats or list(inputs)
     # Twins are to differ in any of the inputs.
     first = random_index(len(names), generator)
-    names = names[first:] + names[:first]
+    compares = operator.calls_only(case, MOVES | COMPARES) and not operator.calls_only(case, MOVES)
+    names = names[first:] + ([] if compares else names[:first])
+    if compares and first == 0:
+        for rows in MOVED_ROWS:
+            found = {**inputs, names[0]: exchanged(inputs[names[0]], rows, generator)}
+            if is_visible(operator, case, found, before, operator.oracle(case, found)):
+                return found
     found = inputs
     for size in SIZES:
         for name in names:
@@ -136,6 +148,21 @@ def is_visible(operator: DefinedOperator, case: KernelCase, inputs: Tensors, bef
     """Whether old outputs are clearly wrong answers to the new problem, which has these inputs."""
     scales, fixed = error_scales(operator, case, inputs, after), operator.fixed_bounds(case)
     return any(largest_error(before[name], after[name], scales[name]) > 2 * fixed.get(name, SLACK) for name in after)
+
+
+def exchanged(tensor: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """A copy in which two unlike elements change places in so many rows; those that are sorted stay so."""
+    copy = tensor.clone()
+    rows = copy.view(-1, tensor.shape[-1] if tensor.dim() else 1)
+    start = random_index(len(rows), generator)
+    for row in (rows[(start + place) % len(rows)] for place in range(min(count, len(rows)))):
+        values = row.double()
+        one = random_index(len(row), generator)
+        others = (values != values[one]).nonzero().flatten()
+        if len(others) and not bool((values.diff() >= 0).all()):
+            other = int(others[random_index(len(others), generator)])
+            row[one], row[other] = row[other].clone(), row[one].clone()
+    return copy
 
 
 def redrawn(tensor: torch.Tensor, size: float, bound: int | None, generator: torch.Generator) -> torch.Tensor:

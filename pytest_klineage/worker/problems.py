@@ -94,6 +94,8 @@ new one. Where a problem takes longer to make, or more of a GPU's free memory, t
 ELSEWHERE_S, LEAST_ELSEWHERE = 1.0, 2
 """What the checks of all further shapes may take to make, and how many distributions beside the default are checked
 at each of them anyhow."""
+FURTHER_ELSEWHERE = 2
+"""How many undeclared checks are drawn for each of them, beside one of several kinds of inputs."""
 
 
 class ProblemSet:
@@ -152,17 +154,26 @@ class ProblemSet:
         return [Problem(self.case, PERTURBED, inputs) for inputs in found.values()]
 
     def add_shape(self, other: KernelCase, until: float) -> None:
-        """Checks of another shape: every distribution, or those first in an order that is drawn, where it gets late.
+        """Checks of another shape: every distribution and a few undeclared ones, or those first in an order that is
+        drawn, where it gets late.
 
         The same secret draws the same order, of which a faster machine makes more.
         """
-        default, *others = operator_of(other).input_distributions
+        chosen, order = operator_of(other), random.Random(repr((self.secret, "elsewhere", other.shape)))
+        default, *others = chosen.input_distributions
         self.add(self.distributed(other, default))
-        drawn = random.Random(repr((self.secret, "elsewhere", other.shape))).sample(others, len(others))
-        for count, input_distribution in enumerate(drawn):
+        names = chosen.elsewhere_names(other)
+        others += order.sample(names[1:], min(FURTHER_ELSEWHERE, len(names[1:])))
+        for count, name in enumerate((*names[:1], *order.sample(others, len(others)))):
             if count >= LEAST_ELSEWHERE and time.monotonic() > until:
                 break
-            self.add(self.distributed(other, input_distribution))
+            if not isinstance(found := self.named(other, name), str):
+                self.add(found)
+
+    def named(self, case: KernelCase, name: str, *again: str) -> Problem | str:
+        """The check of a shape with this distribution, declared or not, or why there is none."""
+        known = name in operator_of(case).input_distributions
+        return self.distributed(case, name, *again) if known else self.further(case, name, *again)
 
     def distributed(self, other: KernelCase, input_distribution: str, *again: str) -> Problem:
         """The check of a shape with this distribution, the same one every time, or with `again` another one."""
@@ -184,7 +195,7 @@ class ProblemSet:
         chosen = operator_of(self.case)
         absent: dict[str, list[str]] = {}
         for name in chosen.further_names(self.case):
-            found = self.further(name)
+            found = self.further(self.case, name)
             if isinstance(found, str):
                 absent.setdefault(found, []).append(name)
                 continue
@@ -202,12 +213,18 @@ class ProblemSet:
             (is_rearrangement(answers), is_truncation(answers), is_cast(answers, types))
         )
 
-    def further(self, name: str, *again: str) -> Problem | str:
-        """An undeclared check, the same one every time or with `again` another, or why there is none."""
-        chosen = operator_of(self.case)
-        wrong = self.timed[0].expected.outputs
-        found = chosen.further_problem(self.case, name, self.random("further", name, *again), wrong)
-        return found if isinstance(found, str) else Problem(chosen.further_case(self.case, name), name, *found)
+    def further(self, case: KernelCase, name: str, *again: str) -> Problem | str:
+        """An undeclared check of a shape, the same one every time or with `again` another, or why there is none."""
+        chosen, draw = operator_of(case), self.random("further", str(case.shape), name, *again)
+        found = chosen.further_problem(case, name, draw, self.usual_answer(case))
+        return found if isinstance(found, str) else Problem(chosen.further_case(case, name), name, *found)
+
+    def usual_answer(self, case: KernelCase) -> Tensors:
+        """The answer to inputs of a shape's default distribution."""
+        if case == self.case:
+            return self.timed[0].expected.outputs
+        chosen, draw = operator_of(case), self.random(str(case.shape), "usual")
+        return chosen.oracle(case, chosen.make_inputs(case, draw, chosen.input_distributions[0]))
 
     def check(self, index: int, *, again: bool = False) -> Problem:
         """A planned check; when it comes `again`, where it can on a CPU, with other inputs. Raises ValueError for one
@@ -221,20 +238,19 @@ class ProblemSet:
 
     def redraw(self, index: int) -> Problem:
         """A check of the same kind as a planned one, whose inputs no kernel has seen; that one where none is found."""
-        planned, again = self.checks[index], secrets.token_hex(16)
-        name = planned.input_distribution
-        if name in operator_of(planned.case).input_distributions:
-            return self.distributed(planned.case, name, again)
-        found = self.further(name, again)
+        planned = self.checks[index]
+        found = self.named(self.planned_at(planned), planned.input_distribution, secrets.token_hex(16))
         return self.made(planned) if isinstance(found, str) else found
+
+    def planned_at(self, planned: Problem | Remade) -> KernelCase:
+        """The case whose check it is: one with another value of an option is this case's."""
+        return self.case if planned.case.shape == self.case.shape else planned.case
 
     def made(self, planned: Problem | Remade) -> Problem:
         """The same check with its tensors. Raises ValueError for one that cannot be made again."""
         if not isinstance(planned, Remade):
             return planned
-        if planned.case.shape != self.case.shape:
-            return self.distributed(planned.case, planned.input_distribution)
-        found = self.further(planned.input_distribution)
+        found = self.named(self.planned_at(planned), planned.input_distribution)
         if isinstance(found, str):
             raise ValueError(found)
         return found

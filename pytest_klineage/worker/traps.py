@@ -24,8 +24,9 @@ from pytest_klineage.worker.code_copies import Copy, Place, copied, filling, pag
 TRAPS = {"x86_64": b"\x0f\x0b", "aarch64": b"\x00\x00\x00\x00"}
 """An undefined instruction: ud2, udf #0."""
 LONGEST = max(map(len, TRAPS.values()))
-LIBRARIES = re.compile(r"/lib(torch_cpu|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so")
-"""Libraries that compute and may be there before a candidate is: the framework's, and the BLAS that NumPy brings."""
+LIBRARIES = re.compile(r"/lib(torch_cpu|gfortran|[^/]*(openblas|blis|mkl|dnnl))[^/]*\.so")
+"""Libraries that compute and may be there before a candidate is: the framework's, and NumPy's BLAS and run-time library
+of Fortran."""
 FUNCTION = 2
 """Type of a symbol that is one."""
 BLAS = re.compile(
@@ -41,10 +42,12 @@ VENDORED = re.compile(
     r"^mkl_(?!serv_|set_|get_|verbose|progress|gf_)|^mklgdft|^(?:scipy_)?(?:LAPACKE_|cblas_)?[sdcz]"
     r"(?:(?:ge|gb|gg|gt|po|pb|pp|pt|sy|sp|sb|st|he|hb|hp|tr|tb|tp|tg|or|un|la)[a-z0-9]{2,5}|scal)(?:_?64)?_?$"
     r"|^v[sd][a-z]|^vm[sdcz][a-z]|^nnp_(?!initialize|deinitialize)|__(?:avx\w*|fma3)$"
-    r"|^pytorch_qnnp_(?!initialize|deinitialize|delete)|^xnn_(?!initialize|deinitialize|delete)",
+    r"|^pytorch_qnnp_(?!initialize|deinitialize|delete)|^xnn_(?!initialize|deinitialize|delete)"
+    r"|^_gfortran_(?:matmul|norm2|count|[ms]?(?:sum|product|(?:min|max)(?:val|loc\d)|findloc\d|i?(?:all|any|parity)))_",
     re.I,
 )
-"""The same by which LAPACK, the vector functions and inner parts of MKL, NNPACK, QNNPACK and XNNPACK compute.
+"""The same by which LAPACK, the vector functions and inner parts of MKL, NNPACK, QNNPACK and XNNPACK compute, and
+Fortran's functions of whole arrays.
 
 Sleef's functions take one register of values, as those of the C library take one value: they are left alone.
 """
@@ -61,6 +64,7 @@ MOVING = re.compile(
     r"_ZN2at(?:6native|25compositeexplicitautograd)(?:5copy_|8_to_copy|5clone|22copy_ignoring_overlaps)"
     r"E|^(?:scipy_)?(?:cblas_)?[sdcz](?:copy|swap)(?:_?64_?|_)?$|^[sdcz](?:copy|swap)_k(?:_|$)"
     r"|_ZN6fbgemm\d+(?:FloatTo|B?[Ff]loat16To)B?[Ff]loat(?:16)?"
+    r"|^_gfortran_(?:transpose|reshape|spread|(?:internal_)?(?:un)?pack|(?:c|eo)shift\d)(?:_|$)"
 )
 """Functions that copy and convert: left alone but where a definition does nothing else."""
 SERVES = re.compile(

@@ -47,7 +47,10 @@ def test_openblas_is_known_by_its_file(path: str, *, expected: bool) -> None:
         "scipy_dgesdd_64_", "LAPACKE_sgels", "vsExp", "VMDLN_64_", "sscal_", "inplace_scaled_exp_minus_c__avx2",
         "_ZN2at6native10arange_outERKN3c106ScalarES4_S4_RNS_6TensorE",
         "_ZN2at3cpu10arange_outERNS_6TensorERKN3c106ScalarE",
-        "_ZN2at6native24structured_ufunc_add_CPU4implERKNS_6TensorES4_RKN3c106ScalarES4_",
+        "_ZN2at6native24structured_ufunc_add_CPU4implERKNS_6TensorES4_RKN3c106ScalarES4_", "_gfortran_matmul_r4",
+        "_gfortran_msum_r8", "_gfortran_ssum_i4", "_gfortran_norm2_r4", "_gfortran_maxloc0_4_r4", "_gfortran_siall_i1",
+        "_gfortran_mminloc1_8_r8", "_gfortran_findloc0_r4", "_gfortran_smaxval_r4", "_gfortran_count_4_l",
+        "_gfortran_any_l4", "_gfortran_iparity_i4", "_gfortran_product_c8",
     ],
 )  # fmt: skip
 def test_what_computes_is_known_by_its_name(name: str) -> None:
@@ -65,7 +68,8 @@ def test_what_computes_is_known_by_its_name(name: str) -> None:
         "_ZN6fbgemm11PackBMatrixIaiED1Ev", "_ZN6fbgemm18fbgemmSupportedCPUEv", "_ZN4gloo7ContextD1Ev",
         "mkl_serv_malloc", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb", "_ZN6fbgemm19Float16ToFloat_simdEPKtPfm",
         "mkl_set_num_threads_local", "pytorch_qnnp_initialize", "vmlSetMode", "Sleef_expf16_u10avx512f", "scopy_",
-        "_ZN2at6native10arange_outERKN3c106ScalarERNS_6TensorE",
+        "_ZN2at6native10arange_outERKN3c106ScalarERNS_6TensorE", "_gfortran_specific__exp_r4", "_gfortran_pow_r8_i4",
+        "_gfortran_st_write", "_gfortran_string_index", "_gfortran_reshape_r4", "_gfortran_runtime_error",
     ],
 )  # fmt: skip
 def test_byte_moves_and_dispatched_calls_are_left_alone(name: str) -> None:
@@ -75,7 +79,8 @@ def test_byte_moves_and_dispatched_calls_are_left_alone(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["_ZN2at6native5copy_ERNS_6TensorERKS1_b", "_ZN2at25compositeexplicitautograd5cloneERKNS_6TensorE", "scopy_",
-     "cblas_dcopy", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb"],
+     "cblas_dcopy", "_ZN6fbgemm20FloatToFloat16_avx2EPKfPtmb", "_gfortran_transpose_r4", "_gfortran_internal_pack",
+     "_gfortran_cshift0_4"],
 )  # fmt: skip
 def test_what_copies_is_known_by_its_name(name: str) -> None:
     assert MOVING.match(name)

@@ -10,12 +10,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from pytest_klineage.operators import make_case, operator_of
+from pytest_klineage.operators.changes import BY_TURNS
+from pytest_klineage.operators.open_inputs import exchanged
 from pytest_klineage.records import KernelCase
 from pytest_klineage.records.messages import OpenCase
 from pytest_klineage.worker import problems as made
-from pytest_klineage.worker.problems import LEAST_ELSEWHERE, MOST_TWINS, PERTURBED, ProblemSet, Remade, most_twins
+from pytest_klineage.worker.problems import (
+    FURTHER_ELSEWHERE,
+    LEAST_ELSEWHERE,
+    MOST_TWINS,
+    PERTURBED,
+    ProblemSet,
+    Remade,
+    most_twins,
+)
 from pytest_klineage.worker.turns import Schedule
 
 
@@ -48,6 +59,51 @@ def test_every_input_of_a_users_operator_has_a_twin() -> None:
     first = problems.timed[0].inputs
     changed = {name for twin in problems.twins for name in first if (twin.inputs[name] != first[name]).any()}
     assert changed == {"x", "w"}
+
+
+def test_where_rows_are_compared_elements_change_places() -> None:
+    problems = opened(make_case(f"{DEFINITIONS}:alike", (24, 16), "fp32", "torch"))
+    first = problems.timed[0].inputs
+    moved = next(twin.inputs["x"] for twin in problems.twins if (twin.inputs["x"] != first["x"]).any())
+    assert (moved.sort(-1).values == first["x"].sort(-1).values).all()
+    other = next(twin.inputs["y"] for twin in problems.twins if (twin.inputs["y"] != first["y"]).any())
+    assert (other != first["y"]).sum() == 1
+
+
+def test_sorted_rows_stay_sorted() -> None:
+    rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 2.0], [4.0, 4.0, 4.0]])
+    for seed in range(20):
+        found = exchanged(rows, 64, torch.Generator().manual_seed(seed))
+        assert found[::2].equal(rows[::2])
+        assert int((found[1] != rows[1]).sum()) == 2
+        assert found[1].sort().values.equal(rows[0])
+
+
+def test_undeclared_checks_are_made_at_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "ELSEWHERE_S", math.inf)
+    case = make_case(f"{DEFINITIONS}:layer_norm", (9, 12), "fp32", "torch", also_shapes=[(5, 7), (4, 16)])
+    problems = opened(case)
+    found = elsewhere(problems)
+    assert len(found) == 2 * (2 + FURTHER_ELSEWHERE)
+    assert found.count(BY_TURNS) == 2
+    assert not any("=" in name for name in found)
+    for place, one in enumerate(problems.checks):
+        if one.input_distribution == PERTURBED:
+            continue
+        again = problems.redraw(place)
+        assert (again.case, again.input_distribution) == (one.case, one.input_distribution)
+        assert problems.layout_of(again) == problems.layout_of(problems.made(one))
+
+
+def test_those_of_large_shapes_are_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(made, "ELSEWHERE_S", math.inf)
+    case = make_case(f"{DEFINITIONS}:softmax", (9, 12), "fp32", "torch", also_shapes=[(5, 7)])
+    kept = opened(case)
+    monkeypatch.setattr(made, "KEPT_ELEMENTS", 1)
+    again = opened(case)
+    assert kept.planned() == again.planned()
+    assert isinstance(again.checks[-1], Remade)
+    assert all(torch.equal(kept.check(i).inputs["x"], again.check(i).inputs["x"]) for i in range(len(kept.checks)))
 
 
 def test_all_twins_come_among_timed_pairs() -> None:
