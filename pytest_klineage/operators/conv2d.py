@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
@@ -17,7 +17,7 @@ from pytest_klineage.operators.distributions import (
     spiked,
     torch_dtype,
 )
-from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, output_rounding, summation_variance
 from pytest_klineage.records import KernelCase, Option, Signature, TensorSpec
 from pytest_klineage.records.signature import permuted
 
@@ -31,6 +31,12 @@ LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
 
 BORDER = 8.0
 """Factor of the outermost rows and columns in the borders input distribution; the four corners get it twice."""
+
+LONE_PIXELS, LONE_EVERY = "lone_pixels", 4096
+"""A check that no prompt names: two elements of x and one of so many are large. Only outputs that read one may err by
+it."""
+LONE = {"fp32": 1e6, "fp16": 5e3, "bf16": 1e6}
+"""Half of how large they are at most."""
 
 PERTURBATION = 32.0
 """A perturbation in largest elements: one term that outweighs the rounding of shifted bf16 sums."""
@@ -126,10 +132,25 @@ class Conv2d(Operator):
                 x[:, :, row, column] *= BORDER
         elif input_distribution == "plain":
             x = plain(x, generator)
-            x[..., width // 2 :] *= TINY[case.dtype]
+            # From a column on that no tile or segment begins at.
+            x[..., random_index(width + 1, generator) :] *= TINY[case.dtype]
             w[3::4] *= TINY[case.dtype]
         dtype = torch_dtype(case.dtype)
         return {"x": x.to(dtype), "w": w.to(dtype)}
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return (LONE_PIXELS,)
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """On a CPU alone: errors of kernels on a GPU have not been measured with them."""
+        if generator.device.type != "cpu":
+            return ""
+        inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        x, count = inputs["x"], 2 + inputs["x"].numel() // LONE_EVERY
+        inputs["x"] = spiked(x.double(), generator, count=count, size=LONE[case.dtype]).to(x.dtype)
+        return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"y": convolve(case, inputs["x"].double(), inputs["w"].double())}

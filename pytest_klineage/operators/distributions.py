@@ -105,6 +105,21 @@ def in_some_rows(changed: torch.Tensor, values: torch.Tensor, generator: torch.G
     return torch.where(chosen.view(*values.shape[:-1], 1), changed, values)
 
 
+def powers_of_two(shape: tuple[int, ...], most: int, generator: torch.Generator) -> torch.Tensor:
+    """From 2**-most to 2**most, at random: products with them are exact."""
+    import torch
+
+    return torch.randint(-most, most + 1, shape, generator=generator, device=generator.device).double().exp2_()
+
+
+def evenly(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Numbers between zero and one in random order, one in each of as many equal parts as there are numbers."""
+    import torch
+
+    order = torch.randperm(math.prod(shape), generator=generator, device=generator.device).view(shape)
+    return uniform(shape, generator).add_(order).div_(order.numel())
+
+
 def signs(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Plus or minus one, at random."""
     import torch

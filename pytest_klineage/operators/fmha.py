@@ -9,6 +9,7 @@ from pytest_klineage.errors import UsageError
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import (
     TINY,
+    evenly,
     in_some_rows,
     normal,
     permutation,
@@ -31,11 +32,11 @@ LARGE = {"fp32": 1e15, "fp16": 100.0, "bf16": 1e15}
 """Factor of v in the large-magnitude input distribution; o is an average of v, so it cannot overflow."""
 
 VAST_SCORES, LONE_VALUE = "vast_scores", "lone_value"
-"""Checks that no prompt names: scores beyond 709, where exp leaves doubles, in some rows; and, in fp32, a huge value at
-a key of little weight."""
-VAST, SHARP, LONE = 512.0, 12.0, 1e18
-"""Factors of q in these two, and of the lone value: it counts down to a weight of about exp(-57), far above where exp
-leaves fp32."""
+"""Checks that no prompt names: scores of every size, in some rows beyond 709, where exp leaves doubles; and, in fp32, a
+huge value at a key of little weight."""
+LEAST_VAST, VAST, SHARP, LONE = 8.0, 512.0, 12.0, 1e18
+"""Factors of a row of q in the former, evenly on a logarithmic scale, and of q in the latter, and of the lone value: it
+counts down to a weight of about exp(-57), far above where exp leaves fp32."""
 
 MEMORY_ORDER = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}
 
@@ -161,7 +162,7 @@ class Fmha(Operator):
         inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
         q, v = inputs["q"], inputs["v"]
         if name == VAST_SCORES:
-            inputs["q"] = in_some_rows(VAST * q, q, generator)
+            q *= LEAST_VAST * (VAST / LEAST_VAST) ** evenly((*q.shape[:-1], 1), generator)
         else:
             q *= SHARP
             batch, heads, length, width = v.shape

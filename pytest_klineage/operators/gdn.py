@@ -54,6 +54,10 @@ strong its gate is. At -89 the reciprocal of a decay leaves fp32; a head's mean 
 LARGE_STATE, STATE_FACTOR = "large_state", 1e4
 """Another one, where a case has an initial state: how much larger that is than usually."""
 
+PADDING, LARGE_BETA, PADDED = "padding", "large_beta", ("q", "k", "v", "g", "beta")
+"""Two more, which the phases have as well: a run of tokens that are zero, as in padded batches, and which inputs these
+are; and beta up to 2, as models with negative eigenvalues have it."""
+
 PERTURBED_POSITIONS, VALUE_PERTURBATION = 8, 16.0
 """Of how many tokens one is chosen for a perturbation, and its size in v, in largest elements."""
 
@@ -151,30 +155,31 @@ class Gdn(Operator):
 
     def further_names(self, case: KernelCase) -> tuple[str, ...]:
         keys = (SIMILAR_KEYS,) if case.dtype == "fp32" else ()
-        return (*keys, LONE_GATES, *((LARGE_STATE,) if self.option(case, "initial_state") else ()))
+        state = (LARGE_STATE,) if self.option(case, "initial_state") else ()
+        return (*keys, LONE_GATES, *state, PADDING, LARGE_BETA)
 
     def further_problem(
         self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
     ) -> tuple[Tensors, Any] | str:
         """Keys that resemble one another and gates near one, so that updates depend on all tokens before; lone gates;
-        a large state.
+        a large state; odd tokens.
 
         On a CPU alone: errors of kernels on a GPU have not been measured with them.
         """
         if generator.device.type != "cpu":
             return ""
-        if name == LONE_GATES:
-            inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        usual = "gates_near_zero" if name == SIMILAR_KEYS else DEFAULT_DISTRIBUTION
+        inputs = self.make_inputs(case, generator, usual)
+        if name == SIMILAR_KEYS:
+            tokens, heads, width = inputs["k"].shape
+            keys = normal((1, heads, width), generator) + UNLIKE * normal((tokens, heads, width), generator)
+            inputs["k"] = (keys / keys.norm(dim=-1, keepdim=True)).to(inputs["k"].dtype)
+        elif name == LONE_GATES:
             strengthen_some(inputs["g"], generator)
-            return inputs, Expected(self, case, inputs)
-        if name == LARGE_STATE:
-            inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        elif name == LARGE_STATE:
             inputs["state0"] *= STATE_FACTOR
-            return inputs, Expected(self, case, inputs)
-        inputs = self.make_inputs(case, generator, "gates_near_zero")
-        tokens, heads, width = inputs["k"].shape
-        keys = normal((1, heads, width), generator) + UNLIKE * normal((tokens, heads, width), generator)
-        inputs["k"] = (keys / keys.norm(dim=-1, keepdim=True)).to(inputs["k"].dtype)
+        else:
+            make_odd(inputs, name, generator)
         return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
@@ -349,6 +354,20 @@ def strengthen_some(g: torch.Tensor, generator: torch.Generator) -> None:
     where = torch.randint(min(1, tokens - 1), tokens, (count, heads), generator=generator)
     part = (torch.randperm(heads, generator=generator) + uniform((count, heads), generator)) / heads
     g.scatter_(0, where, -(LEAST_LONE + (MOST_LONE - LEAST_LONE) * part).to(g))
+
+
+def make_odd(inputs: Tensors, name: str, generator: torch.Generator) -> None:
+    """Double beta, or make a run of up to half of the tokens zero, over the end perhaps. Changes `inputs`."""
+    import torch
+
+    beta = inputs["beta"]
+    if name == LARGE_BETA:
+        beta *= 2
+        return
+    first, count = random_index(len(beta), generator), 1 + random_index(max(1, len(beta) // 2), generator)
+    where = (first + torch.arange(count)) % len(beta)
+    for padded in inputs.keys() & set(PADDED):
+        inputs[padded][where] = 0
 
 
 def gates(input_distribution: str, tokens: int, heads: int, generator: torch.Generator) -> torch.Tensor:

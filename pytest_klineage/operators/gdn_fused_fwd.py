@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import normal, spiked
-from pytest_klineage.operators.gdn import LARGE, Gdn, check_heads, move_heads, perturb_value
+from pytest_klineage.operators.gdn import (
+    LARGE,
+    LARGE_BETA,
+    PADDING,
+    Gdn,
+    check_heads,
+    make_odd,
+    move_heads,
+    perturb_value,
+)
 from pytest_klineage.operators.gdn_phases import (
     draw_gates,
     draw_keys,
@@ -16,7 +25,7 @@ from pytest_klineage.operators.gdn_phases import (
     joined,
 )
 from pytest_klineage.operators.gdn_walk import ChunkedInputs, walk, walk_variance
-from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, output_rounding
 from pytest_klineage.records import KernelCase, Option, Signature
 from pytest_klineage.records.signature import dense
 
@@ -65,8 +74,6 @@ class GdnFusedFwd(Operator):
         )
 
     def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
-        import torch
-
         _key_heads, heads, width, _chunk, tokens = case.shape.values()
         q, k = (in_dtype(case, draw_keys(case, generator, input_distribution)) for _ in range(2))
         v = normal((tokens, heads, width), generator)
@@ -75,11 +82,31 @@ class GdnFusedFwd(Operator):
         elif input_distribution == "large_values":
             v *= LARGE[case.dtype]
         gates = draw_gates(case, generator, input_distribution)
-        solved = joined(inverses(case, {"k": k, **gates}, torch.float64), tokens)
-        inputs = {"q": q, "k": k, "v": in_dtype(case, v), "inverse": in_dtype(case, solved), **gates}
+        solved = self._solved(case, {"k": k, **gates})
+        inputs = {"q": q, "k": k, "v": in_dtype(case, v), "inverse": solved, **gates}
         if self.option(case, "initial_state"):
             inputs["state0"] = normal((heads, width, width), generator).mul_(width**-0.5).float()
         return inputs
+
+    def _solved(self, case: KernelCase, inputs: Tensors) -> torch.Tensor:
+        """The inverses that go with k, gc and beta."""
+        import torch
+
+        return in_dtype(case, joined(inverses(case, inputs, torch.float64), case.shape["T"]))
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return PADDING, LARGE_BETA
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """On a CPU alone: errors of kernels on a GPU have not been measured with them."""
+        if generator.device.type != "cpu":
+            return ""
+        inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        make_odd(inputs, name, generator)
+        inputs["inverse"] = self._solved(case, inputs)
+        return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch

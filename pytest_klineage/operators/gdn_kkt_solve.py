@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import perturbed, random_index, signs
-from pytest_klineage.operators.gdn import Gdn, check_heads, head_orders
+from pytest_klineage.operators.gdn import LARGE_BETA, PADDING, Gdn, check_heads, head_orders, make_odd
 from pytest_klineage.operators.gdn_chunked import pair_variance
 from pytest_klineage.operators.gdn_phases import (
     chunk_order,
@@ -20,7 +20,7 @@ from pytest_klineage.operators.gdn_phases import (
     lower_system,
     unit_lower_inverse,
 )
-from pytest_klineage.operators.tolerance import HALF_SMALLEST, UNIT_ROUNDOFF, output_rounding
+from pytest_klineage.operators.tolerance import HALF_SMALLEST, UNIT_ROUNDOFF, Expected, output_rounding
 from pytest_klineage.records import KernelCase, Signature
 from pytest_klineage.records.signature import dense
 
@@ -75,6 +75,19 @@ class GdnKktSolve(Operator):
     def make_inputs(self, case: KernelCase, generator: torch.Generator, input_distribution: str) -> Tensors:
         k = in_dtype(case, draw_keys(case, generator, input_distribution))
         return {"k": k, **draw_gates(case, generator, input_distribution)}
+
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return PADDING, LARGE_BETA
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """On a CPU alone: errors of kernels on a GPU have not been measured with them."""
+        if generator.device.type != "cpu":
+            return ""
+        inputs = self.make_inputs(case, generator, DEFAULT_DISTRIBUTION)
+        make_odd(inputs, name, generator)
+        return inputs, Expected(self, case, inputs)
 
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         import torch

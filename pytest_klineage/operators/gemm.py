@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pytest_klineage.operators.base import DEFAULT_DISTRIBUTION, Cases, Operator
 from pytest_klineage.operators.distributions import (
     TINY,
+    in_some_rows,
     normal,
     permutation,
     perturbed,
     plain,
+    powers_of_two,
     random_index,
     signs,
     spiked,
     torch_dtype,
 )
-from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, output_rounding, summation_variance
+from pytest_klineage.operators.tolerance import UNIT_ROUNDOFF, Expected, output_rounding, summation_variance
 from pytest_klineage.records import KernelCase, Option, Signature
 from pytest_klineage.records.signature import TensorSpec, dense, permuted
 
@@ -38,6 +40,13 @@ SHIFT = 1.0
 """Mean of the shifted input distribution. More would bury the differences between outputs under bf16's rounding for
 long sums."""
 
+GRADED, OVERFLOWING = "graded", "overflowing"
+"""Checks that no prompt names: a power of two for each row, column and place of the inner axis; and, in fp16, sums in
+some rows that exceed what the type holds."""
+GRADES = {"fp32": (20, 20), "fp16": (5, 2), "bf16": (20, 20)}
+"""Their largest exponents, along the inner axis, where they cancel, and of rows and columns."""
+OVERFLOW, OVERFLOW_B = 2 * 65504.0, 16.0
+"""Standard deviation of such a sum, and the part of it that b has: in a alone its factor would overflow."""
 
 MEMORY_ORDER = {"n": (0, 1), "t": (1, 0)}
 """Axes of an operand, outermost first, by its letter in the layout: as it is, or transposed in memory."""
@@ -100,6 +109,26 @@ class Gemm(Operator):
         dtype = torch_dtype(case.dtype)
         return {"a": a.to(dtype), "b": b.to(dtype)}
 
+    def further_names(self, case: KernelCase) -> tuple[str, ...]:
+        return (GRADED, OVERFLOWING) if case.dtype == "fp16" else (GRADED,)
+
+    def further_problem(
+        self, case: KernelCase, name: str, generator: torch.Generator, wrong: Tensors
+    ) -> tuple[Tensors, Any] | str:
+        """On a CPU alone: errors of kernels on a GPU have not been measured with them."""
+        if generator.device.type != "cpu":
+            return ""
+        m, n, k = case.shape.values()
+        a, b = normal((m, k), generator), normal((k, n), generator)
+        if name == GRADED:
+            grade(a, b, *GRADES[case.dtype], generator)
+        else:
+            a = in_some_rows(OVERFLOW / OVERFLOW_B / k**0.5 * a, a, generator)
+            b *= OVERFLOW_B
+        dtype = torch_dtype(case.dtype)
+        inputs = {"a": a.to(dtype), "b": b.to(dtype)}
+        return inputs, Expected(self, case, inputs)
+
     def oracle(self, case: KernelCase, inputs: Tensors) -> Tensors:
         return {"c": inputs["a"].double() @ inputs["b"].double()}
 
@@ -137,3 +166,10 @@ class Gemm(Operator):
     def flops(self, case: KernelCase) -> float:
         m, n, k = case.shape.values()
         return 2.0 * m * n * k
+
+
+def grade(a: torch.Tensor, b: torch.Tensor, inner: int, outer: int, generator: torch.Generator) -> None:
+    """Multiply rows of a, columns of b and what they share by powers of two, which changes no relative error."""
+    shared = powers_of_two((a.shape[1],), inner, generator)
+    a.mul_(shared).mul_(powers_of_two((len(a), 1), outer, generator))
+    b.div_(shared[:, None]).mul_(powers_of_two((b.shape[1],), outer, generator))

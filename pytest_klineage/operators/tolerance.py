@@ -3,6 +3,8 @@
 error  = max over elements of |actual - expected| / error_scale
 bound  = SLACK * max(1, error of baseline_output, a run in the case's own precision)
 
+On a CPU the root of the mean square of a shipped operator's errors is bounded as well (`RMS_SLACK`). Where an answer is
+beyond its type's range, an infinity is right.
 The unit is per element, so a spike in one place does not excuse an error in another. Of operators that users define,
 the baseline also says how many elements may err by how much (`many_errors`), so that one element that is hard to
 compute does not excuse all others. Masks of NaN and of both infinities must match exactly. The idea that a kernel may
@@ -12,6 +14,7 @@ is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +28,13 @@ if TYPE_CHECKING:
 
 SLACK = 10.0
 """How many times the baseline's error a kernel may make: summation order alone gives factors up to about 6."""
+
+RMS_SLACK, LEAST_RMS, RMS_ELEMENTS = 3.0, 0.4, 1024
+"""The same for the root of the mean square of so many elements at least, which summation order hardly moves, and what
+is taken for the baseline's where that is smaller: about what rounding to the output's type makes."""
+
+NEAR_LIMIT = 1 / 64
+"""How near to the end of a type's range, relatively, an answer leaves open whether it is infinite."""
 
 LENIENCE = 3.0
 """How many times its bound a kernel may err on undeclared inputs: they are there for gross errors."""
@@ -69,6 +79,8 @@ class Expected:
         """By output, how many elements of the baseline err by more than 1, LEVEL, LEVEL squared, ... units."""
         self.roundings: dict[str, float] = {}
         """By output of 8-bit floats, how many elements may be another number than the nearest."""
+        self.rms_bounds: dict[str, float] = {}
+        """By output, what the root of the mean square of errors may be, where that is bounded."""
         if operator.exact:
             self.units: Tensors = {}
             self.bounds = dict.fromkeys(self.outputs, 0.0)
@@ -88,11 +100,16 @@ class Expected:
         for name, expected in self.outputs.items():
             if name in self.bounds:
                 continue
-            errors = error_tensor(baseline[name], expected, self.units[name])
-            error = largest(errors, baseline[name], expected)
+            if lenience == 1:
+                expected = self.outputs[name] = with_infinities(expected, baseline[name])
+            actual = at_limit(baseline[name], expected)
+            errors = error_tensor(actual, expected, self.units[name])
+            error = largest(errors, actual, expected)
             moved = error == 0 and self.operator.moves_alone(self.case)
             slack = fixed[name] if name in fixed else 0.0 if moved else slacks.get(name, SLACK)
             self.bounds[name] = slack and lenience * slack * max(1.0, error)
+            if errors.device.type == "cpu" and errors.numel() >= RMS_ELEMENTS and not self.operator.counts_errors:
+                self.rms_bounds[name] = RMS_SLACK * max(LEAST_RMS, root_mean_square(errors))
             if self.operator.counts_errors and lenience == 1:
                 self.counts[name] = levels(errors, error)
             if baseline[name].is_floating_point() and baseline[name].element_size() == 1 and lenience == 1:
@@ -109,8 +126,12 @@ class Expected:
         return {name: self._error(name, actual[name]) for name in self.outputs}
 
     def _error(self, name: str, actual: torch.Tensor) -> float:
+        actual = at_limit(actual, self.outputs[name])
         errors = error_tensor(actual, self.outputs[name], self.units[name])
         error = largest(errors, actual, self.outputs[name])
+        if name in self.rms_bounds and error <= self.bounds[name]:
+            times = root_mean_square(errors) / self.rms_bounds[name]
+            return max(error, self.bounds[name] * times) if times > 1 else error
         if name in self.roundings and error <= self.bounds[name]:
             return max(error, self.bounds[name] * misrounded(actual, self.outputs[name]) / self.roundings[name])
         if name not in self.counts or not SLACK * LEVEL < error <= self.bounds[name]:
@@ -120,6 +141,40 @@ class Expected:
     def accepts(self, actual: Tensors) -> bool:
         """True when no output errs by more than its bound."""
         return all(error <= self.bounds[name] for name, error in self.errors(actual).items())
+
+
+def with_infinities(expected: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
+    """An answer with infinities where it is beyond the range of the type, which the baseline has, and not near its end.
+
+    As it is where the baseline has none.
+    """
+    import torch
+
+    if not has_infinities(baseline):
+        return expected
+    beyond = expected.abs() > (1 + NEAR_LIMIT) * torch.finfo(baseline.dtype).max
+    return torch.where(beyond, expected.sign() * float("inf"), expected)
+
+
+def at_limit(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """`actual`, with finite expected numbers in the place of infinities of their sign, near the end of the range."""
+    import torch
+
+    if not has_infinities(actual):
+        return actual
+    near = expected.isfinite() & (expected.abs() > (1 - NEAR_LIMIT) * torch.finfo(actual.dtype).max)
+    return torch.where(near & actual.isinf() & (actual.sign() == expected.sign()), expected, actual)
+
+
+def has_infinities(values: torch.Tensor) -> bool:
+    """Whether some of these numbers, of more than 8 bits, are infinite."""
+    return values.is_floating_point() and values.element_size() > 1 and bool(values.isinf().any())
+
+
+def root_mean_square(errors: torch.Tensor) -> float:
+    """Of those that are finite."""
+    found = float(errors.norm()) / math.sqrt(errors.numel())
+    return found if math.isfinite(found) else float(errors[errors.isfinite()].norm()) / math.sqrt(errors.numel())
 
 
 def misrounded(actual: torch.Tensor, expected: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ same."""
 
 LANES, ODD_LANES, BLOCKS = "large_in_a_lane", "large_in_an_odd_lane", "large_in_a_block"
 """Checks that no prompt names: where the k largest numbers of each row lie. Elsewhere they lie at random, so that no
-lane and no segment has many of them, and a selection from the largest of each is right."""
+lane, no group of columns and no segment has many of them, and a selection from the largest of each is right."""
 
 OUTLIER, MANY_INFINITIES = "one_far_out", "many_infinities"
 """Further ones: some rows have one number of magnitude FAR_OUT, or more than k // 2 infinities."""
@@ -202,8 +202,8 @@ class TopK(Operator):
 def places(name: str, rows: int, columns: int, k: int, generator: torch.Generator) -> torch.Tensor:
     """Where the k largest numbers of each row may lie, [rows, columns]: at least k places, in one block or one lane.
 
-    A lane is every n-th column: n runs through the powers of two from the largest that leaves k places down, or is
-    drawn from all other numbers.
+    A lane is every n-th column, n drawn from all numbers but powers of two; or every n-th group of columns, where n and
+    the width of groups are powers of two (`stripes`).
     """
     import torch
 
@@ -211,15 +211,27 @@ def places(name: str, rows: int, columns: int, k: int, generator: torch.Generato
     first = torch.randint(columns - k + 1, (rows, 1), generator=generator, device=generator.device)
     if name == BLOCKS:
         return (column >= first) & (column < first + k)
-    most = columns // k
-    powers = [1 << i for i in range(most.bit_length() - 1, 0, -1)]
-    strides = powers if name == LANES else [n for n in range(3, most + 1) if n not in powers]
-    drawn = torch.tensor(strides, device=generator.device)
     if name == LANES:
-        stride = drawn.repeat(-(-rows // len(drawn)))[:rows, None]
-    else:
-        stride = drawn[torch.randint(len(drawn), (rows, 1), generator=generator, device=generator.device)]
+        drawn = stripes(columns, k, generator)
+        stride, width = drawn.repeat(-(-rows // len(drawn)), 1)[:rows, :, None].unbind(1)
+        return column // width % stride == first % stride
+    odd = torch.tensor([n for n in range(3, columns // k + 1) if n & (n - 1)], device=generator.device)
+    stride = odd[torch.randint(len(odd), (rows, 1), generator=generator, device=generator.device)]
     return column % stride == first % stride
+
+
+def stripes(columns: int, k: int, generator: torch.Generator) -> torch.Tensor:
+    """Strides and widths of groups, powers of two that leave k places, [n, 2]: from the largest stride down, which
+    shows most, and widths, of which 1 are lanes, in random order."""
+    import torch
+
+    found = []
+    for stride in (1 << i for i in range((columns // k).bit_length() - 1, 0, -1)):
+        widths = [1 << i for i in range((columns // stride // 2 or 1).bit_length())]
+        widths = [width for width in widths if columns // (stride * width) * width >= k]
+        order = torch.randperm(len(widths), generator=generator, device=generator.device).tolist()
+        found += [(stride, widths[place]) for place in order]
+    return torch.tensor(found, device=generator.device)
 
 
 def gathered(x: torch.Tensor, k: int, inside: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -133,10 +133,10 @@ class ProblemSet:
             inputs = chosen.make_inputs(self.case, self.random(input_distribution), input_distribution)
             self.checks.append(Problem(self.case, input_distribution, inputs))
         self.kept_elements, self.most_allocated = 0, allocated_bytes(self.device) + KEPT_SHARE * free
+        self.add_further()
         began, shapes = time.monotonic(), self.case.also_shapes
         for number, shape in enumerate(shapes, start=1):
             self.add_shape(self.case.at_shape(shape), began + ELSEWHERE_S * number / len(shapes))
-        self.add_further()
         self.only_moves = self.device == "cpu" and self.moves(drawn)
 
     def make_twins(self, most: int) -> list[Problem]:

@@ -45,6 +45,14 @@ def test_exponents_of_doubles_end_below_these_scores(shape: tuple[int, ...]) -> 
     assert not expected.accepts({"o": o.float()})
 
 
+def test_scores_of_every_size_occur() -> None:
+    for seed in range(5):
+        sizes = problem(SHAPES[0], VAST_SCORES, seed=seed).inputs["q"].norm(dim=-1).flatten().sort().values
+        assert float(sizes[-1]) > 20 * float(sizes[0])
+        # A factor between any two that lie some way apart, whatever a row's own length is.
+        assert float((sizes[1:] / sizes[:-1]).max()) < 1.6
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_that_are_left_out_show(shape: tuple[int, ...]) -> None:
     expected = problem(shape, LONE_VALUE)

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from pytest_klineage.operators import make_case, operator_of
-from pytest_klineage.operators.gdn import LARGE_STATE, LEAST_LONE, LONE_GATES, MOST_LONE, SIMILAR_KEYS
+from pytest_klineage.operators.gdn import (
+    LARGE_BETA,
+    LARGE_STATE,
+    LEAST_LONE,
+    LONE_GATES,
+    MOST_LONE,
+    PADDING,
+    SIMILAR_KEYS,
+)
 from pytest_klineage.operators.gdn_chunked import GatedDeltaRule, chunked, joined, sequential
 from pytest_klineage.operators.tolerance import Expected
 from pytest_klineage.records import KernelCase
@@ -36,7 +44,7 @@ def worst(expected: Expected, o: torch.Tensor, state: torch.Tensor) -> float:
     return max(errors[name] / expected.bounds[name] for name in errors)
 
 
-@pytest.mark.parametrize("name", [SIMILAR_KEYS, LONE_GATES])
+@pytest.mark.parametrize("name", [SIMILAR_KEYS, LONE_GATES, PADDING, LARGE_BETA])
 @pytest.mark.parametrize("shape", SIZES)
 def test_stable_ways_pass_with_room(shape: tuple[int, ...], name: str) -> None:
     case = make_case("gdn", shape, "fp32", "torch")
@@ -65,10 +73,10 @@ def test_nine_terms_of_a_series_do_not(shape: tuple[int, ...], monkeypatch: pyte
 
 def test_it_is_for_single_precision_and_in_no_prompt() -> None:
     case = make_case("gdn", SIZES[0], "fp32", "torch")
-    assert operator_of(case).further_names(case) == (SIMILAR_KEYS, LONE_GATES)
+    assert operator_of(case).further_names(case) == (SIMILAR_KEYS, LONE_GATES, PADDING, LARGE_BETA)
     assert SIMILAR_KEYS not in operator_of(case).input_distributions
     half = make_case("gdn", SIZES[0], "bf16", "torch")
-    assert operator_of(half).further_names(half) == (LONE_GATES,)
+    assert operator_of(half).further_names(half) == (LONE_GATES, PADDING, LARGE_BETA)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -15,6 +15,7 @@ from pytest_klineage.operators.topk import (
     OUTLIER,
     gathered,
     places,
+    stripes,
 )
 
 
@@ -32,6 +33,8 @@ def test_every_row_has_room_in_one_lane_or_block(rows: int, k: int, columns: int
             where = row.nonzero().flatten()
             steps = set(where.diff().tolist())
             assert len(where) >= k
+            if name == LANES:
+                continue
             assert len(steps) <= 1
             if name == BLOCKS:
                 assert steps <= {1}
@@ -39,12 +42,26 @@ def test_every_row_has_room_in_one_lane_or_block(rows: int, k: int, columns: int
             elif steps:
                 step = steps.pop()
                 assert 2 <= step <= columns // k
-                assert (step & (step - 1) == 0) == (name == LANES)
+                assert step & (step - 1)
 
 
-def test_powers_of_two_all_occur() -> None:
-    steps = {int(row.nonzero().flatten().diff()[0]) for row in places(LANES, 4, 256, 32, generator(1))}
-    assert steps == {2, 4, 8}
+@given(st.integers(1, 12), st.integers(2, 90), st.integers(0, 99))
+@settings(deadline=None, max_examples=80)
+def test_stripes_leave_room_and_come_more_than_once(k: int, times: int, seed: int) -> None:
+    columns = k * times
+    found = stripes(columns, k, generator(seed)).tolist()
+    assert [stride for stride, width in found if width == 1] == sorted({s for s, _ in found}, reverse=True)
+    for stride, width in found:
+        assert 2 <= stride <= times
+        assert width * stride < columns or width == 1
+        assert stride & (stride - 1) == width & (width - 1) == 0
+
+
+def test_all_widths_of_the_largest_stride_occur() -> None:
+    assert sorted(stripes(256, 32, generator(1)).tolist()[:5]) == [[8, 1], [8, 2], [8, 4], [8, 8], [8, 16]]
+    steps = [row.nonzero().flatten().diff() for row in places(LANES, 18, 256, 32, generator(2))]
+    # The first of the largest steps ends the first group.
+    assert {int(row.argmax()) + 1 for row in steps} == {1, 2, 4, 8, 16, 32, 64}
 
 
 def test_checks_are_left_out_where_there_is_no_such_place() -> None:

@@ -24,7 +24,7 @@ from pytest_klineage.worker.redrawn import LEAST_AMONG, SLOW_S, Redrawn
 from pytest_klineage.worker.rounds import RepetitionResult, WorkerProblem
 from pytest_klineage.worker.turns import CHECK_EVERY, CHECKS_SHARE, FIRST_CHECK, Schedule
 
-UNTAMED = {"spikes", "shifted", "large_magnitude", "plain"}
+UNTAMED = {"spikes", "shifted", "large_magnitude", "plain", "graded"}
 CASE = make_case("gemm", (6, 5, 4), "fp32", "torch", also_shapes=[(3, 5, 7)])
 ROUND = ("reference", "candidate", "candidate", "reference")
 
