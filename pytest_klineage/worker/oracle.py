@@ -199,7 +199,7 @@ class Oracle:
             seen.add(role)
             outcome = self.timed_call(role, pair, request)
             if pair.check is None:
-                novel = isinstance(pair.view, Plain) and "fresh_inputs" in request.defences
+                novel = pair.novel and "fresh_inputs" in request.defences
                 samples.append(msgspec.structs.replace(outcome.sample, novel=novel))
             if outcome.reasons:
                 found = as_timed if pair.check is None else as_checked_among

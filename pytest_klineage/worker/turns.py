@@ -38,6 +38,8 @@ class TimedPair(NamedTuple):
 
     view: View
     slot: int
+    novel: bool = False
+    """Whether no kernel has met the problem before, in whatever symmetry transform."""
     check: Problem | None = None
     """What the candidate gets instead of the view. It and the other side go through the same motions, untimed."""
 
@@ -88,18 +90,21 @@ class Turns:
         check = self.schedule.check_if_due(problems.among) if replaceable else None
         if check is not None and any(view.problem is one for one in problems.stock):
             self.schedule.novel_drawn -= 1
-        return TimedPair(view, slot, check)
+        met = any(view.problem is one for one in (*problems.timed, *problems.twins))
+        return TimedPair(view, slot, not met, check)
 
     def next_view(self, problems: ProblemSet, *, fresh: bool, timed: bool = True) -> tuple[View, int]:
-        """Inputs for the next pair and the slot they go to. Calls that warm up take nothing from the stock."""
+        """Inputs for the next pair and the slot they go to. Calls that warm up take nothing from the stock.
+
+        New ones are transformed as well: a kernel may be faster on numbers of some size, which is no memory.
+        """
         made = timed and self.schedule.novel_drawn < len(problems.stock)
         due = not problems.has_symmetry or ((problems.novel_is_cheap or made) and self.schedule.novel_is_due())
         if not (fresh and due):
             return self.schedule.next(problems, fresh=fresh)
-        if made:
-            return Plain(problems.stock[self.schedule.novel_drawn - 1]), self.schedule.slot(fresh=True)
         with self.all_threads():
-            view = Plain(problems.novel())
+            problem = problems.stock[self.schedule.novel_drawn - 1] if made else problems.novel()
+        view = TransformedProblem(problem, self.schedule.key()) if problems.has_symmetry else Plain(problem)
         return view, self.schedule.slot(fresh=True)
 
     def problem_set(self) -> ProblemSet:
@@ -161,6 +166,10 @@ class Schedule:
         self.until_novel = every - 1 + self.random.randrange(-1, 2)
         return True
 
+    def key(self) -> str:
+        """What a symmetry transform is drawn from."""
+        return f"{self.random.getrandbits(128):x}"
+
     def slot(self, *, fresh: bool) -> int:
         """A slot: sometimes the same address with new content, sometimes a new address."""
         self.last_slot = self.random.randrange(2) if fresh else 0
@@ -173,7 +182,7 @@ class Schedule:
         if self.perturbed_key is not None:
             key, self.perturbed_key = self.perturbed_key, None
             return TransformedProblem(self.random.choice(problems.twins), key), self.last_slot
-        key = f"{self.random.getrandbits(128):x}"
+        key = self.key()
         index = self.random.randrange(len(problems.timed))
         if self.random.random() < PERTURBED_SHARE:
             index, self.perturbed_key = 0, key
